@@ -1,0 +1,187 @@
+"""The receiving end of the hand-off, inside every vLLM worker process: a bundle goes straight into vLLM's adapter slots.
+
+`Receiver` is mixed into vLLM's worker (`worker_extension_cls`). A version is staged into a slot that nobody uses, and becomes servable
+by registering it; no file, no per-expert names, and each slot is written once: a tensor shared by all experts of a layer broadcasts.
+Adapter id = version + 1 (vLLM's ids start at 1), so an id never means two things, and neither does a prefix-cache block.
+Methods answer {"error": sentence} instead of raising, because an exception loses its type on the way out of a worker process.
+"""
+import functools
+
+import torch
+
+from common.cli import Stop
+from common.sync import Header, checksum, combine, take, unpack
+
+TESTED_VLLM = "0.32.0"                      # the slot layout below is internal to vLLM
+SILENT = {"mlp.gate": "vLLM accepts a router adapter and never applies it"}
+
+
+def answered(method):
+    @functools.wraps(method)
+    def call(self, *args):
+        try:
+            return method(self, *args)
+        except Exception as error:          # noqa: BLE001 - whatever happens here must reach the driver as a sentence
+            return {"error": str(error) if isinstance(error, Stop) else f"{type(error).__name__}: {error}"}
+    return call
+
+
+class Receiver:
+    """Verbs for collective_rpc: adapter_stage, adapter_commit, adapter_abort."""
+
+    @answered
+    def adapter_stage(self, header, ticket, base):
+        """Verify a bundle, map every tensor to a module, and write them all into a free slot, which is not served yet.
+
+        header: Header as JSON; ticket: what the transport gave; base: fingerprint of the model that this engine serves."""
+        import vllm
+        if vllm.__version__ != TESTED_VLLM:
+            raise Stop(f"vLLM {vllm.__version__} is installed, adapter slots are known for {TESTED_VLLM}")
+        header, adapters = Header.from_json(header), self.model_runner.lora_manager._adapter_manager
+        if header.base != base:
+            raise Stop(f"version {header.version} adapts base model {header.base}, this sampler serves {base}")
+        self.__dict__.setdefault("adapter_versions", {})     # version -> (slot, [(key, written region, checksum that it must have)])
+        if self.adapter_versions and header.version <= max(self.adapter_versions):
+            raise Stop(f"version {header.version} is not newer than version {max(self.adapter_versions)}, which is here")
+        slot = self._free_slot(adapters)
+        flat, let_go = take(ticket)
+        try:
+            written = []
+            for dest, source, key, region in self._places(adapters, header, unpack(header, flat), slot):
+                if region.shape != source.shape:             # a slot larger than the rank: the rest must not keep an older adapter
+                    dest.zero_()
+                if region.shape[-source.ndim:] != source.shape:
+                    raise Stop(f"{key} has shape {tuple(source.shape)}, its slot takes {tuple(region.shape)}")
+                region.copy_(source)                         # broadcasts over the experts of a layer
+                written.append((key, region, source.ndim, checksum(source)))
+            let_go()                                         # the copies are done: the sender may reuse its buffer
+        except BaseException:
+            let_go()
+            raise
+        whole = {e.key: e.checksum for e in header.entries}
+        self.adapter_staged = (header.version, slot, header.rank, written, whole)
+        return {"version": header.version, "slot": slot}
+
+    @answered
+    def adapter_commit(self, version):
+        """Serve the staged version; answers the fingerprint of what the slots hold, read back from them."""
+        from vllm.lora.lora_model import LoRAModel
+        staged = self.__dict__.pop("adapter_staged", None)
+        if staged is None or staged[0] != version:
+            raise Stop(f"version {version} is not staged here (staged: {staged and staged[0]})")
+        _, slot, rank, written, whole = staged
+        adapters = self.model_runner.lora_manager._adapter_manager
+        adapters._registered_adapters[version + 1] = LoRAModel(version + 1, rank, {})
+        adapters._active_adapters[version + 1] = None
+        adapters.lora_index_to_id[slot] = version + 1
+        self.adapter_versions[version] = slot
+        held = {}
+        for key, region, ndim, expected in written:
+            copies = region.unsqueeze(0) if region.ndim == ndim else region
+            same = bool((copies == copies[:1]).all())
+            # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that vLLM cuts from it.
+            found = checksum(copies[0])
+            held[key] = whole[key] if same and found == expected else found ^ (not same)
+        return {"version": version, "slot": slot, "fingerprint": combine(held.items())}
+
+    @answered
+    def adapter_abort(self, version):
+        """Forget a staged version; its slot counts as free again."""
+        if self.__dict__.get("adapter_staged", (None,))[0] == version:
+            self.adapter_staged = None
+            del self.adapter_staged
+        return {"versions": sorted(self.__dict__.get("adapter_versions", {}))}
+
+    def _free_slot(self, adapters):
+        """A slot that no version holds, or the oldest version's; never the newest one's, which is being served."""
+        held = {slot: v for v, slot in self.adapter_versions.items()}
+        # vLLM's CPU kernels read index -1 (a request without adapter) as the last slot: that one stays empty (zeros).
+        usable = range(adapters.lora_slots - (1 if self.device.type == "cpu" else 0))
+        free = [i for i in usable if i not in held and adapters.lora_index_to_id[i] is None]
+        if free:
+            return free[0]
+        old = sorted(self.adapter_versions)[:-1]
+        if not old:
+            raise Stop(f"no adapter slot is free: max_loras is {adapters.lora_slots}, and {adapters.lora_index_to_id} are taken")
+        slot = self.adapter_versions.pop(old[0])
+        adapters.remove_adapter(old[0] + 1)
+        adapters.lora_index_to_id[slot] = None
+        return slot
+
+    def _places(self, adapters, header, tensors, slot):
+        """Yield (whole slot tensor, source, key, region to write) for every tensor; modules without one are zeroed. Raises Stop if a
+        tensor has no module, or a module of an adapted kind gets no tensor."""
+        kinds = {".".join(k.split(".")[2:-1]) for k in tensors}           # mlp.experts.gate_proj, ...
+        left, unfilled = dict(tensors), []
+
+        def pair(path):
+            """lora_A and lora_B of an HF module path, or None where this bundle does not adapt that kind of module."""
+            if kind(path) not in kinds:
+                return None
+            got = left.pop(f"{path}.lora_A", None), left.pop(f"{path}.lora_B", None)
+            if None in got:
+                unfilled.append(path)
+                return None
+            return got
+
+        for name, module in adapters.modules.items():
+            path = name.removeprefix("model.")
+            if path.endswith(".experts"):
+                yield from self._expert_places(module, path, pair, header, slot)
+                continue
+            parts = [p.removeprefix("model.") for p in adapters.packed_modules.get(name, [name])]
+            pairs = [pair(p) for p in parts]
+            if not any(pairs):
+                module.reset_lora(slot)
+                continue
+            for p in parts:
+                if kind(p) in SILENT:
+                    raise Stop(f"{p} cannot be adapted: {SILENT[kind(p)]}")
+                if p.endswith(".kv_b_proj") and self.model_config.use_mla:
+                    raise Stop(f"{p} cannot be adapted: vLLM {TESTED_VLLM}'s MLA attention uses the unadapted weight in decode and cached prefill")
+            a, b = ([p and p[i] for p in pairs] for i in (0, 1))
+            if module.tp_size > 1:
+                single = len(module.lora_a_stacked) == 1 and not isinstance(module.lora_a_stacked, list) and name not in adapters.packed_modules
+                a = [module.slice_lora_a(a[0])] if single else module.slice_lora_a(a)
+                b = [module.slice_lora_b(b[0])] if single else module.slice_lora_b(b)
+            for i, p in enumerate(parts):
+                dest_a, dest_b = module.lora_a_stacked[i][slot, 0], module.lora_b_stacked[i][slot, 0]
+                if a[i] is None:
+                    dest_a.zero_(), dest_b.zero_()
+                    continue
+                yield dest_a, a[i], f"{p}.lora_A", dest_a[:header.rank]
+                yield dest_b, b[i], f"{p}.lora_B", dest_b[:, :header.rank]
+        if left:
+            raise Stop(f"{len(left)} of {len(tensors)} tensors match no module of this sampler: {', '.join(sorted(left)[:3])}")
+        if unfilled:
+            raise Stop(f"{len(unfilled)} modules would keep no adapter, their tensors are missing: {', '.join(sorted(unfilled)[:3])}")
+
+    def _expert_places(self, module, path, pair, header, slot):
+        triple = {p: pair(f"{path}.{p}_proj") for p in ("gate", "up", "down")}
+        module.reset_lora(slot) if not all(triple.values()) else None
+        if not any(triple.values()):
+            return
+        if module.w13_lora_a_stacked[0].shape[1] != module.local_num_experts:
+            raise Stop("vLLM's enable_moe_shared_loras has another meaning than one adapter for all experts: start the sampler without it")
+        module.adapter_enabled[slot] = 1
+        first = module.ep_rank * module.local_num_experts
+        places = {"gate": (module.w13_lora_a_stacked[0], module.w13_lora_b_stacked[0], module._slice_w13_a, module._slice_w13_b),
+                  "up": (module.w13_lora_a_stacked[1], module.w13_lora_b_stacked[1], module._slice_w13_a, module._slice_w13_b),
+                  "down": (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0], module._slice_w2_a, module._slice_w2_b)}
+        for p, (stack_a, stack_b, slice_a, slice_b) in places.items():
+            if triple[p] is None:
+                continue
+            a, b = triple[p]
+            if header.experts == "each":
+                if a.shape[0] != module.global_num_experts:
+                    raise Stop(f"{path}.{p}_proj has adapters for {a.shape[0]} experts, the model has {module.global_num_experts}")
+                a, b = (slice_(t[first:first + module.local_num_experts]) for t, slice_ in ((a, slice_a), (b, slice_b)))
+            else:
+                a, b = slice_a(a[None])[0], slice_b(b[None])[0]
+            yield stack_a[slot], a, f"{path}.{p}_proj.lora_A", stack_a[slot][:, :header.rank]
+            yield stack_b[slot], b, f"{path}.{p}_proj.lora_B", stack_b[slot][:, :, :header.rank]
+
+
+def kind(path):
+    """layers.5.mlp.experts.gate_proj -> mlp.experts.gate_proj"""
+    return ".".join(path.split(".")[2:])
