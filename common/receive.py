@@ -48,7 +48,7 @@ class Receiver:
         try:
             written = []
             for dest, source, key, region in self._places(adapters, header, unpack(header, flat), slot):
-                if region.shape != source.shape:             # a slot larger than the rank: the rest must not keep an older adapter
+                if dest.shape != region.shape:               # a slot larger than the rank: the rest must not keep an older adapter
                     dest.zero_()
                 if region.shape[-source.ndim:] != source.shape:
                     raise Stop(f"{key} has shape {tuple(source.shape)}, its slot takes {tuple(region.shape)}")

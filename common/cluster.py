@@ -1,0 +1,94 @@
+"""Ray: start or join it, place the actors, call them as groups. An actor is a plain class with a few verbs."""
+import os
+
+from common.cli import Stop
+
+
+class Group:
+    """Actors of one class. `group.verb(...)` calls the verb on all of them at once and returns their answers in order;
+    `group.each("verb", [args, ...])` gives every actor its own arguments. An actor that died or refused ends the call with Stop."""
+
+    def __init__(self, name, actors):
+        self.name, self.actors = name, actors
+
+    def __len__(self):
+        return len(self.actors)
+
+    def __getattr__(self, verb):
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+        return lambda *args, **kw: self._gather(verb, [getattr(a, verb).remote(*args, **kw) for a in self.actors])
+
+    def each(self, verb, arguments):
+        if len(arguments) != len(self.actors):
+            raise ValueError(f"{len(arguments)} sets of arguments for {len(self.actors)} actors of {self.name}")
+        return self._gather(verb, [getattr(a, verb).remote(*args) for a, args in zip(self.actors, arguments)])
+
+    def _gather(self, verb, futures):
+        import ray
+        left = list(futures)
+        while left:                       # look at whichever ends first: a dead rank must not hide behind one that waits for it
+            done, left = ray.wait(left, num_returns=1)
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayActorError as error:
+                raise Stop(f"{self.name} {futures.index(done[0])} died during {verb} ({_reason(error)})") from error
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, Stop):
+                    raise Stop(f"{self.name} {futures.index(done[0])}, {verb}: {error.cause}") from error
+                raise
+        return ray.get(futures)
+
+    def stop(self):
+        import ray
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def _reason(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def connect(local, object_store_gb=1):
+    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine alone (bound to localhost). Returns the GPUs it has."""
+    import ray
+    if os.environ.get("RAY_ADDRESS") and not local:
+        ray.init(log_to_driver=True)
+    else:
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")   # actors ask for 0 GPUs and choose their own, see start()
+        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, num_cpus=max(8, os.cpu_count()),
+                 object_store_memory=int(object_store_gb * 2**30), configure_logging=False)
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def nodes(n, gpus_per_node, seconds=120):
+    """A placement group with one bundle a node, each with all of its GPUs; Stop if the cluster does not have them in time."""
+    import ray
+    from ray.util.placement_group import placement_group
+    bundle = {"CPU": 1, **({"GPU": gpus_per_node} if gpus_per_node else {})}
+    group = placement_group([bundle] * n, strategy="STRICT_SPREAD" if n > 1 else "PACK")
+    if not group.wait(seconds):
+        have = [f"{node['NodeManagerAddress']}: {int(node['Resources'].get('GPU', 0))} GPUs" for node in ray.nodes() if node["Alive"]]
+        raise Stop(f"{n} nodes with {gpus_per_node} free GPUs each were not there within {seconds} s; the cluster has {'; '.join(have)}")
+    return group
+
+
+def start(cls, name, place, arguments, env=None, gpus=None):
+    """Start one actor of `cls` for each dict in `arguments`, spread evenly over the nodes of `place`.
+
+    gpus: for each actor the GPUs it sees ("3" or "0,1,2,3"), or None without a GPU. Trainer ranks and sampler engines share cards, so
+    Ray's own bookkeeping (one owner a GPU) is left out: an actor takes its node's bundle and CUDA_VISIBLE_DEVICES says the rest.
+    env: environment variables of the actor's process."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    actors, per_node = [], -(-len(arguments) // len(place.bundle_specs))
+    for i, kw in enumerate(arguments):
+        variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **(env or {})}
+        if gpus:
+            variables |= {"CUDA_VISIBLE_DEVICES": gpus[i], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=i // per_node)
+        actors.append(ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": variables}).remote(**kw))
+    return Group(name, actors)

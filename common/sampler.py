@@ -1,0 +1,126 @@
+"""The sampler: one actor per vLLM engine. Generate, score, receive a version, sleep, wake.
+
+What it answers is the distribution that it sampled from (`logprobs_mode="processed_logprobs"`), so a temperature or top-p other than 1
+is in the log-probabilities too. Randomness comes from the seeds that the caller gives, one for each answer, never from time.
+"""
+import os
+
+import numpy as np
+
+from common.cli import Stop
+from common.sync import Header, base_fingerprint
+
+
+class SamplerEngine:
+    """One vLLM engine with a policy version. Requests always use the version committed last; version 0 is the base model."""
+
+    def __init__(self, model, *, dtype="float32", tp=1, max_model_len, max_num_seqs, max_num_batched_tokens=None, lora_rank=0,
+                 gpu_memory_utilization=0.8, seed=0, vllm_args=None):
+        """model: HF checkpoint folder. lora_rank 0: no adapters. vllm_args: more arguments of vllm.LLM, which win."""
+        import torch
+
+        from common import glm5p3, vllm_cpu
+        glm5p3.read_config(model)                            # constants that vLLM would silently take from its own defaults
+        self.cuda = cuda = torch.cuda.is_available()
+        if not cuda:
+            os.environ.update(vllm_cpu.ENV)                  # before vllm is imported
+        import vllm
+        args = dict(model=str(model), dtype=dtype, seed=seed, tensor_parallel_size=tp, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens or max(max_model_len, 2048), enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs", worker_extension_cls="common.receive.Receiver")
+        if lora_rank:
+            # two slots: the version that serves and the one that is staged. On the CPU one more, which stays empty (see receive.py)
+            slots = 2 if cuda else 3
+            args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=slots, max_cpu_loras=slots)
+        if cuda:
+            args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=True, kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
+        else:
+            if tp != 1:
+                raise Stop(f"the CPU sampler runs on one process, --sampler-tp is {tp}")
+            args |= vllm_cpu.engine_args(dtype)
+        self.llm = vllm.LLM(**args, **(vllm_args or {}))
+        if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
+            raise Stop(f"the sampler was asked for {dtype} and serves {served}")
+        self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
+
+    def node(self):
+        from common.sync import node_name
+        return node_name()
+
+    def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):
+        """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T), is_truncated (the
+        token cap ended it), versions (int32, T: which policy version produced each token)."""
+        from vllm import SamplingParams
+        params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0, detokenize=False) for s in seeds]
+        answers = []
+        for out in self._ask(prompts, params):
+            one = out.outputs[0]
+            if len(one.token_ids) != len(one.logprobs):
+                raise RuntimeError(f"{len(one.token_ids)} tokens came with {len(one.logprobs)} log-probabilities")
+            answers.append({"tokens": np.asarray(one.token_ids, dtype=np.int32), "is_truncated": one.finish_reason == "length",
+                            "logp": np.asarray([lp[t].logprob for lp, t in zip(one.logprobs, one.token_ids)], dtype=np.float32),
+                            "versions": np.full(len(one.token_ids), self.version, dtype=np.int32)})
+        return answers
+
+    def score(self, tokens, n_prompt):
+        """Log-probabilities (float32, T - n_prompt) of the tokens after each prompt, from a prefill at temperature 1."""
+        from vllm import SamplingParams
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        out = self._ask([list(map(int, t)) for t in tokens], [params] * len(tokens))
+        return [np.asarray([o.prompt_logprobs[i][int(t[i])].logprob for i in range(n, len(t))], dtype=np.float32)
+                for o, t, n in zip(out, tokens, n_prompt)]
+
+    def _ask(self, prompts, params):
+        if self.broken:
+            raise Stop(f"this sampler stopped serving: {self.broken}")
+        return self.llm.generate([{"prompt_token_ids": list(map(int, p))} for p in prompts], params, lora_request=self.request, use_tqdm=False)
+
+    # -- receive a version (sync.publish) ---------------------------------------------------------------------------------------
+
+    def stage(self, header, ticket):
+        """Bring a version beside the one that serves. All of this engine's ranks have it, or Stop."""
+        self._rpc("adapter_stage", header, ticket, self.base)
+        self.staged = Header.from_json(header).version
+
+    def commit(self, version):
+        """Serve the staged version from now on; returns every rank's fingerprint of its slots."""
+        from vllm.lora.request import LoRARequest
+        try:
+            answers = self._rpc("adapter_commit", version)
+            self.llm.reset_prefix_cache()
+        except BaseException as error:
+            # some ranks may serve the new version and others the old: this engine must not answer again
+            self.broken = f"version {version} was committed on part of it ({error})"
+            raise
+        # The name has the version: vLLM's prefix cache knows an adapter by name and path, so old blocks are never taken for new ones.
+        self.version, self.request = version, LoRARequest(f"policy-v{version}", version + 1, f"memory://policy-v{version}")
+        return [a["fingerprint"] for a in answers]
+
+    def abort(self, version):
+        return self._rpc("adapter_abort", version)
+
+    def _rpc(self, verb, *args):
+        answers = self.llm.collective_rpc(verb, args=args)
+        if bad := [(rank, a["error"]) for rank, a in enumerate(answers) if "error" in a]:
+            raise Stop(f"rank {bad[0][0]}: {bad[0][1]}")
+        return answers
+
+    # -- memory -----------------------------------------------------------------------------------------------------------------
+
+    def sleep(self):
+        """Give the GPU memory to the trainer: weights go to the host, the KV cache is dropped. Nothing to do on the CPU."""
+        if self.cuda:
+            self.llm.sleep(level=1)
+
+    def wake(self):
+        if self.cuda:
+            self.llm.wake_up()
+
+
+def spread(sampler, prompts, seeds, *how):
+    """`generate` over all engines of a group, dealt round-robin; answers in the order of the prompts."""
+    n = len(sampler)
+    answers = [None] * len(prompts)
+    for i, part in enumerate(sampler.each("generate", [(prompts[i::n], seeds[i::n], *how) for i in range(n)])):
+        answers[i::n] = part
+    return answers

@@ -1,0 +1,321 @@
+"""The trainer: one actor per rank, megatron-core inside. Load, score, update, offer the adapter, save.
+
+Every rank gets the whole batch (token ids and a few numbers per token) and takes its share, so the driver needs no idea of the layout.
+A batch is a dict of lists with one entry per sequence: "tokens" (int array: prompt and response) and "n_prompt" always; any other field
+is either a number per sequence or an array with a number per response token, and reaches `policy_loss` flattened to (N,), where N
+counts the packed response tokens of a micro-batch.
+"""
+import math
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common import cpu
+
+cpu.install()                                                # before the first megatron import; does nothing where there is CUDA
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from common import glm5p3, logprobs, lora, sync, weights  # noqa: E402
+from common.cli import Stop  # noqa: E402
+from common.cpu import device  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TrainerRank:
+    """One rank of the trainer. Verbs are collective: call them on all ranks at once (cluster.Group does)."""
+
+    def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(), experts=None,
+                 lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0, max_tokens=8192, temperature=1.0,
+                 logprob_chunk=2048, recompute="none", seed=0):
+        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then constant.
+        max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or 'full' (every layer)."""
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.rank, self.world, self.folder, self.dtype = rank, world, Path(model), DTYPES[dtype]
+        self.layout = dict(tp=tp, pp=pp, ep=ep)
+        self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
+        self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
+        self.warmup_updates, self.max_tokens, self.temperature, self.chunk = warmup_updates, max_tokens, temperature, logprob_chunk
+        self.recompute, self.seed, self.updates = recompute, seed, 0
+        self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
+
+    # -- start -------------------------------------------------------------------------------------------------------------------
+
+    def open_store(self, folder=None):
+        """Rank 0 only: where the ranks meet, as an address for `load`. On one node a file, between nodes a port that the system picks."""
+        if folder:
+            return f"file://{Path(folder).absolute()}/rendezvous"
+        import ray
+        self.store = dist.TCPStore(ray.util.get_node_ip_address(), 0, self.world, is_master=True, wait_for_workers=False)
+        return f"tcp://{self.store.host}:{self.store.port}"
+
+    def load(self, address):
+        """Join the other ranks, build the model, read this rank's slices of the checkpoint, make adapters and optimizer."""
+        if not dist.is_initialized():
+            kind, _, where = address.partition("://")
+            host, _, port = where.rpartition(":")
+            store = dist.FileStore(where, self.world) if kind == "file" else dist.TCPStore(host, int(port), self.world)
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            if backend == "nccl":
+                torch.cuda.set_device(0)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+        tp, pp, ep = self.layout.values()
+        if self.world % (tp * pp) or (self.world // pp) % ep:
+            raise Stop(f"{self.world} trainer ranks do not divide into TP {tp} x PP {pp} x EP {ep}")
+        mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(self.seed)
+        self.hf = glm5p3.read_config(self.folder)
+        extra = {} if self.recompute == "none" else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, **extra)
+        self.model = glm5p3.build(cfg, self.hf.vocab_size)
+        weights.load(self.model, cfg, self.folder)
+        if self.lora["rank"]:
+            lora.add(self.model, cfg, **self.lora)
+        logprobs.return_hidden(self.model, cfg)
+        self.trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        # overlap off: one all-reduce after the last micro-batch, in a fixed order, so that a resumed run repeats it bit for bit
+        self.ddp = DistributedDataParallel(cfg, DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False), self.model)
+        self.ddp.broadcast_params()
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=self.optim["lr"], min_lr=self.optim["lr"], weight_decay=self.optim["weight_decay"],
+            adam_beta1=self.optim["betas"][0], adam_beta2=self.optim["betas"][1], adam_eps=1e-8, bf16=self.dtype == torch.bfloat16,
+            params_dtype=self.dtype, use_distributed_optimizer=True, clip_grad=self.optim["clip_grad"]), [self.ddp], use_gloo_process_groups=False)
+        cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, self.ddp.no_sync
+        self.base = sync.base_fingerprint(self.folder)
+        return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base}
+
+    # -- score and update --------------------------------------------------------------------------------------------------------
+
+    def logprobs(self, batch):
+        """[(index of the sequence, float32 array of its response tokens' log-probabilities)] of this rank's share; [] on ranks that
+        hold none (all but the last pipeline stage's first tensor rank). `merge` puts the answers of all ranks in order."""
+        found = []
+
+        def keep(hidden, micro):
+            logp, _ = self._logp(hidden, micro)
+            found.extend(zip(micro["index"], np.split(logp.cpu().numpy(), np.cumsum(micro["lengths"])[:-1])))
+            return logp.sum() * 0, {}
+
+        self.ddp.eval()
+        with torch.no_grad():
+            self._run(self._micro_batches(batch), keep, forward_only=True)
+        self.ddp.train()
+        return found if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0 else []
+
+    def update(self, batch, policy_loss):
+        """One optimizer step on a mini-batch. `policy_loss(logp, entropy, fields) -> (loss, metrics)` sums over its tokens: logp, entropy and
+        every field are (N,), loss and each metric are scalars, and the trainer adds them up over micro-batches and ranks. So the
+        normalisation (token mean, sequence mean) is in the fields that the caller made. Returns the sums, grad_norm and lr."""
+        micros = self._micro_batches(batch)
+        # mcore divides the loss by the number of micro-batches and averages gradients over data-parallel ranks: undo both, for a sum
+        scale = len(micros) * mpu.get_data_parallel_world_size()
+        sums = {}
+
+        def loss_of(hidden, micro):
+            logp, entropy = self._logp(hidden, micro)
+            loss, metrics = policy_loss(logp, entropy, micro["fields"])
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            return loss * scale, {}
+
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        lr = self.optim["lr"] * min(1.0, (self.updates + 1) / max(1, self.warmup_updates))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._run(micros, loss_of)
+        ok, grad_norm, _ = self.optimizer.step()
+        grad_norm = float(grad_norm)
+        if not ok or not math.isfinite(grad_norm):
+            raise Stop(f"the gradient norm of update {self.updates + 1} is {grad_norm}: nothing was learned from it, the weights before it are kept")
+        self.updates += 1
+        if not mpu.is_pipeline_last_stage():
+            return None
+        names = sorted(sums)
+        total = torch.tensor([sums[n] for n in names], dtype=torch.float64, device=device())
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        return {**dict(zip(names, total.tolist())), "grad_norm": grad_norm, "lr": lr}
+
+    def _logp(self, hidden, micro):
+        """(logp, entropy) of the response tokens, (N,) each. hidden: (1, tokens, h)."""
+        return logprobs.logprobs(hidden[0, micro["rows"]], self.model.output_layer.weight, micro["targets"], self.temperature, self.chunk)
+
+    def _micro_batches(self, batch):
+        """This rank's share of the batch as packed rows. Sequences are dealt to data-parallel ranks, longest first to the rank with the
+        fewest tokens; all ranks make the same number of micro-batches (expert parallelism exchanges tokens in each)."""
+        lengths = [len(t) for t in batch["tokens"]]
+        ranks = deal(lengths, mpu.get_data_parallel_world_size())
+        n = max(micro_count([lengths[i] for i in r], self.max_tokens) for r in ranks)
+        if n > min(map(len, ranks)):
+            raise Stop(f"{len(lengths)} sequences do not fill {n} micro-batches on each of {len(ranks)} data-parallel ranks: "
+                       f"use fewer ranks, longer micro-batches (max_tokens is {self.max_tokens}) or more sequences")
+        mine = ranks[mpu.get_data_parallel_rank()]
+        return [self._pack(batch, sorted(mine[j] for j in part)) for part in deal([lengths[i] for i in mine], n)]
+
+    def _pack(self, batch, index):
+        """One packed row: ids (1, tokens), positions, PackedSeqParams, and where the response tokens are."""
+        tokens = [torch.as_tensor(np.asarray(batch["tokens"][i], dtype=np.int64)) for i in index]
+        lengths = [len(t) for t in tokens]
+        rest = -sum(lengths) % mpu.get_tensor_model_parallel_world_size()     # sequence parallelism splits the row evenly
+        if rest:
+            tokens.append(torch.zeros(rest, dtype=torch.int64))
+        ends = np.cumsum([0, *lengths])
+        n_response = [n - batch["n_prompt"][i] for i, n in zip(index, lengths)]
+        # the hidden state at position t predicts token t+1: responses are read off one position earlier
+        rows = np.concatenate([np.arange(end - n, end) - 1 for n, end in zip(n_response, ends[1:])])
+        ids = torch.cat(tokens)
+        fields = {}
+        for name in batch.keys() - {"tokens", "n_prompt"}:
+            parts = [np.broadcast_to(np.asarray(batch[name][i], dtype=np.float32), n) if np.ndim(batch[name][i]) == 0 else
+                     np.asarray(batch[name][i], dtype=np.float32) for i, n in zip(index, n_response)]
+            if (sizes := [len(p) for p in parts]) != n_response:
+                raise Stop(f"field {name!r} has {sizes[:4]} values for responses of {n_response[:4]} tokens")
+            fields[name] = torch.from_numpy(np.concatenate(parts)).to(device())
+        cu = torch.tensor(np.cumsum([0, *map(len, tokens)]), dtype=torch.int32, device=device())
+        longest = max(map(len, tokens))
+        return dict(ids=ids[None].to(device()), positions=torch.cat([torch.arange(len(t)) for t in tokens])[None].to(device()),
+                    psp=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest),
+                    rows=torch.from_numpy(rows).to(device()), targets=ids[torch.from_numpy(rows) + 1].to(device()),
+                    index=index, lengths=n_response, fields=fields)
+
+    def _run(self, micros, loss_of, forward_only=False):
+        def step(data, model):
+            micro = next(data)
+            return model(micro["ids"], micro["positions"], None, packed_seq_params=micro["psp"]), partial(loss_of, micro=micro)
+        get_forward_backward_func()(forward_step_func=step, data_iterator=iter(micros), model=[self.ddp], num_microbatches=len(micros),
+                                    seq_length=max(m["ids"].shape[1] for m in micros), micro_batch_size=1, forward_only=forward_only)
+
+    # -- the adapter -------------------------------------------------------------------------------------------------------------
+
+    def offer(self, version):
+        """Collective export of the adapter in the model's dtype; the lead rank of each replica packs it and says where it lies."""
+        tensors = lora.export(self.model, self.cfg, self.dtype)
+        if not tensors:
+            return None
+        header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"])
+        return {"node": node_name(), "header": header.to_json(), "ticket": self.transport.offer(flat)}
+
+    def release(self):
+        self.transport.release()
+
+    def fingerprint(self):
+        """Fingerprint of the adapter as it would be published; None on ranks that do not hold it whole."""
+        tensors = lora.export(self.model, self.cfg, self.dtype)
+        return sync.combine((k, sync.checksum(t)) for k, t in tensors.items()) if tensors else None
+
+    def perturb(self, std, seed=0):
+        """Add noise to the adapter, the same on every split of the model (seeded by parameter name). `restore_adapter` takes it back."""
+        if getattr(self, "before", None) is None:
+            self.before = [p.detach().clone() for _, p in self.trainable]
+        lora.perturb(self.model, self.cfg, std, seed)
+
+    def restore_adapter(self):
+        """Undo `perturb`, bit for bit."""
+        with torch.no_grad():
+            for (_, p), old in zip(self.trainable, self.before):
+                p.copy_(old)
+        self.before = None
+
+    # -- files -------------------------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        """This rank's part of a checkpoint (trainable parameters, optimizer, counters, random state), and the adapter as a PEFT folder."""
+        folder = Path(folder)
+        state = {f"param.{n}": p.detach() for n, p in self.trainable}
+        for name, tensor in self._optimizer_state():
+            state[f"optim.{name}"] = tensor
+        state["updates"], state["rng"] = torch.tensor(self.updates), torch.get_rng_state()
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        save_file({k: v.cpu().contiguous() for k, v in state.items()}, folder / "ranks" / f"{self.rank:05d}.safetensors",
+                  {"layout": f"{self.world} {self.layout}"})
+        self.export(folder)
+
+    def export(self, folder):
+        """The adapter as a PEFT folder (collective; rank 0 writes `folder`/adapter)."""
+        tensors = lora.export(self.model, self.cfg, torch.float32)
+        if self.rank == 0:
+            lora.save_peft({k: t.cpu() for k, t in tensors.items()}, self.hf, self.lora["rank"], Path(folder) / "adapter", str(self.folder))
+
+    def save_model(self, folder):
+        """The whole model as a HF checkpoint, without adapters (collective)."""
+        weights.save(self.model, self.cfg, folder)
+
+    def restore(self, folder):
+        """Continue from `save`; the layout must be the same."""
+        from safetensors import safe_open
+        file = Path(folder) / "ranks" / f"{self.rank:05d}.safetensors"
+        if not file.exists():
+            raise Stop(f"{folder} has no part for trainer rank {self.rank}: it was saved by fewer ranks than the {self.world} of this run")
+        with safe_open(file, "pt") as f:
+            saved = f.metadata()["layout"]
+        if saved != f"{self.world} {self.layout}":
+            raise Stop(f"{folder} was saved with {saved}, this run has {self.world} {self.layout}: resume with the same layout")
+        state = load_file(file)
+        want = {f"param.{n}": tuple(p.shape) for n, p in self.trainable}
+        have = {k: tuple(v.shape) for k, v in state.items() if k.startswith("param.")}
+        if want != have:
+            odd = sorted(k for k in want.keys() | have.keys() if want.get(k) != have.get(k))[0]
+            raise Stop(f"{file.name} does not fit this model: {odd} has shape {have.get(odd)}, the model wants {want.get(odd)}")
+        with torch.no_grad():
+            for n, p in self.trainable:
+                p.copy_(state[f"param.{n}"])
+            self.optimizer.reload_model_params()
+            for name, tensor in self._optimizer_state(create=True):
+                tensor.copy_(state[f"optim.{name}"])
+        self.updates = int(state["updates"])
+        torch.set_rng_state(state["rng"])
+
+    def _optimizer_state(self, create=False):
+        """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts."""
+        for i, one in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            for j, group in enumerate(one.optimizer.param_groups):
+                for k, p in enumerate(group["params"]):
+                    state = one.optimizer.state[p]
+                    if create and not state:
+                        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    yield f"{i}.{j}.{k}.master", p.detach()
+                    yield from ((f"{i}.{j}.{k}.{name}", state[name]) for name in ("step", "exp_avg", "exp_avg_sq") if name in state)
+
+
+def deal(lengths, n):
+    """Deal items to n hands, longest first to the hand with the fewest tokens (of those, the fewest items): [[index, ...], ...]."""
+    hands, load = [[] for _ in range(n)], [0] * n
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        hand = min(range(n), key=lambda h: (load[h], len(hands[h]), h))
+        hands[hand].append(i)
+        load[hand] += lengths[i]
+    return hands
+
+
+def micro_count(lengths, max_tokens):
+    """The smallest number of hands for which `deal` keeps every hand within max_tokens (or at a single longer sequence)."""
+    n = max(1, -(-sum(lengths) // max_tokens))
+    while n < len(lengths) and any(len(h) > 1 and sum(lengths[i] for i in h) > max_tokens for h in deal(lengths, n)):
+        n += 1
+    return n
+
+
+def merge(parts, n):
+    """Answers of `logprobs` from all ranks -> list of n arrays, in the order of the batch."""
+    found = dict(pair for part in parts for pair in part)
+    if len(found) != n:
+        raise RuntimeError(f"the trainer scored {len(found)} of {n} sequences")
+    return [found[i] for i in range(n)]
+
+
+def node_name():
+    """Which machine this process is on; processes with the same name can share memory."""
+    return os.uname().nodename
