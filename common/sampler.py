@@ -8,7 +8,7 @@ import os
 import numpy as np
 
 from common.cli import Stop
-from common.sync import Header, base_fingerprint
+from common.sync import Header, base_fingerprint, node_name
 
 
 class SamplerEngine:
@@ -44,7 +44,6 @@ class SamplerEngine:
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
 
     def node(self):
-        from common.sync import node_name
         return node_name()
 
     def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):

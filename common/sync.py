@@ -220,3 +220,8 @@ def publish(trainer, sampler, version):
     if wrong := [f for f in held if f != header.fingerprint]:
         raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, the trainer sent {header.fingerprint}")
     return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries), "ranks": len(held)}
+
+
+def node_name():
+    """Which machine this process is on; processes with the same name can share memory."""
+    return os.uname().nodename

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from common import glm5p3, logprobs, lora, sync, weights  # noqa: E402
+from common.batch import deal, micro_count  # noqa: E402
 from common.cli import Stop  # noqa: E402
 from common.cpu import device  # noqa: E402
 
@@ -100,7 +101,7 @@ class TrainerRank:
 
     def logprobs(self, batch):
         """[(index of the sequence, float32 array of its response tokens' log-probabilities)] of this rank's share; [] on ranks that
-        hold none (all but the last pipeline stage's first tensor rank). `merge` puts the answers of all ranks in order."""
+        hold none (all but the last pipeline stage's first tensor rank). `batch.merge` puts the answers of all ranks in order."""
         found = []
 
         def keep(hidden, micro):
@@ -206,7 +207,7 @@ class TrainerRank:
         if not tensors:
             return None
         header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"])
-        return {"node": node_name(), "header": header.to_json(), "ticket": self.transport.offer(flat)}
+        return {"node": sync.node_name(), "header": header.to_json(), "ticket": self.transport.offer(flat)}
 
     def release(self):
         self.transport.release()
@@ -288,34 +289,3 @@ class TrainerRank:
                         state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                     yield f"{i}.{j}.{k}.master", p.detach()
                     yield from ((f"{i}.{j}.{k}.{name}", state[name]) for name in ("step", "exp_avg", "exp_avg_sq") if name in state)
-
-
-def deal(lengths, n):
-    """Deal items to n hands, longest first to the hand with the fewest tokens (of those, the fewest items): [[index, ...], ...]."""
-    hands, load = [[] for _ in range(n)], [0] * n
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        hand = min(range(n), key=lambda h: (load[h], len(hands[h]), h))
-        hands[hand].append(i)
-        load[hand] += lengths[i]
-    return hands
-
-
-def micro_count(lengths, max_tokens):
-    """The smallest number of hands for which `deal` keeps every hand within max_tokens (or at a single longer sequence)."""
-    n = max(1, -(-sum(lengths) // max_tokens))
-    while n < len(lengths) and any(len(h) > 1 and sum(lengths[i] for i in h) > max_tokens for h in deal(lengths, n)):
-        n += 1
-    return n
-
-
-def merge(parts, n):
-    """Answers of `logprobs` from all ranks -> list of n arrays, in the order of the batch."""
-    found = dict(pair for part in parts for pair in part)
-    if len(found) != n:
-        raise RuntimeError(f"the trainer scored {len(found)} of {n} sequences")
-    return [found[i] for i in range(n)]
-
-
-def node_name():
-    """Which machine this process is on; processes with the same name can share memory."""
-    return os.uname().nodename

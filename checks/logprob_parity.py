@@ -1,0 +1,119 @@
+"""Do trainer and sampler hold the same policy, and does a publish make it so again? The five-step check.
+
+    python checks/logprob_parity.py --rehearse          # tiny model, CPU or one GPU; prints the table, exit code 0 or 1
+
+ 1 agree     the same tokens through both copies: mean |dlogp| within the tolerance, both for a prefill and for the sampler's own decode
+ 2 change    only the trainer's adapter: noise seeded by parameter name, as small as moves the trainer by a few tolerances
+ 3 stale     the sampler was told nothing: it must answer exactly as before, so the two must now disagree by more than the tolerance
+ 4 publish   the changed adapter
+ 5 agree     again, prefill and decode
+Then the change is taken back, published, and must leave both copies exactly where they were. Why 2 and 3: at the start lora_B is zero, so
+a dead hand-off passes step 1, and step 5 means something only if the stale sampler was seen to disagree.
+Recipes run `five_steps` before their first training step and after every resume.
+"""
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli, sync  # noqa: E402
+from common.batch import merge  # noqa: E402
+from common.sampler import spread  # noqa: E402
+
+# Largest gap between two right copies, (mean, max) of |dlogp| over response tokens. bfloat16: the mean that the field report uses (the
+# real model shows 0.02-0.03 and at most 0.5). float32: measured 1e-6, with room for a top-k that flips on a tie.
+TOLERANCE = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 2.0)}
+REPEAT = {"float32": 1e-4, "bfloat16": 0.02}    # the same engine asked twice; batches differ in shape, kernels in summation order
+STALE_FACTOR = 10                               # the change must move the trainer by this many tolerances: no doubt about step 3
+
+
+def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, say=print):
+    """Run the check on groups of actors (or what behaves alike). prompts: lists of token ids; their answers, at most max_tokens long, are
+    the tokens compared. version: the last one published; three more are published. Returns a report dict: passed, version, rows, why."""
+    mean_limit, max_limit = TOLERANCE[dtype]
+    started, rows, failures = time.time(), [], []
+    seeds = [seed + i for i in range(len(prompts))]
+
+    def on_trainer(batch):
+        return merge(trainer.logprobs(batch), len(batch["tokens"]))
+
+    def on_sampler(batch):
+        n, out = len(sampler), [None] * len(prompts)
+        for i, part in enumerate(sampler.each("score", [(batch["tokens"][i::n], batch["n_prompt"][i::n]) for i in range(n)])):
+            out[i::n] = part
+        return out
+
+    def decode():
+        """Fresh answers, and the log-probabilities that the sampler gave them while decoding."""
+        answers = spread(sampler, prompts, seeds, max_tokens)
+        return ({"tokens": [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts, answers)], "n_prompt": [len(p) for p in prompts]},
+                [a["logp"] for a in answers])
+
+    def row(step, what, mine, theirs, ok=None, note=""):
+        d = np.abs(np.concatenate(mine) - np.concatenate(theirs))
+        good = bool(np.isfinite(d).all()) and (ok(d) if ok else bool(d.mean() <= mean_limit and d.max() <= max_limit))
+        worst = max(float(np.abs(a - b).mean()) for a, b in zip(mine, theirs))
+        rows.append(dict(step=step, what=what, mean=float(d.mean()), max=float(d.max()), worst_sequence=worst, n=d.size, ok=good, note=note))
+        if not good:
+            failures.append(f"step {step} ({what}): mean {d.mean():.2g}, max {d.max():.2g}{', ' + note if note else ''}")
+        return d
+
+    info = sync.publish(trainer, sampler, version + 1)
+    before = [f for f in trainer.fingerprint() if f]
+    batch, decoded = decode()
+    t0, s0 = on_trainer(batch), on_sampler(batch)
+    row(1, "agree, prefill", s0, t0)
+    row(1, "agree, decode", decoded, t0)
+    noise = row(1, "sampler, asked twice", on_sampler(batch), s0, lambda d: d.max() <= REPEAT[dtype])
+
+    # 2. Calibrate: the smallest power of two times the first guess that moves the trainer by STALE_FACTOR tolerances.
+    std, moved = 1e-3, 0.0
+    for _ in range(16):
+        trainer.perturb(std, seed)
+        t1 = on_trainer(batch)
+        moved = float(np.abs(np.concatenate(t1) - np.concatenate(t0)).mean())
+        if moved >= STALE_FACTOR * mean_limit:
+            break
+        trainer.restore_adapter()
+        std *= 2
+    row(2, "change, trainer alone", t1, t0, lambda d: d.mean() >= STALE_FACTOR * mean_limit, f"noise std {std:g}")
+
+    s1 = on_sampler(batch)
+    row(3, "stale, must disagree", s1, t1, lambda d: d.mean() > mean_limit, f"more than {mean_limit:g}")
+    row(3, "stale, unmoved", s1, s0, lambda d: d.max() <= max(REPEAT[dtype], 3 * noise.max()))
+
+    try:
+        changed = sync.publish(trainer, sampler, version + 2)
+        row(5, "agree again, prefill", on_sampler(batch), t1)
+        batch1, decoded1 = decode()
+        row(5, "agree again, decode", decoded1, on_trainer(batch1))
+        if changed["fingerprint"] == info["fingerprint"]:
+            failures.append("step 4: the published adapter has the same fingerprint as before the change")
+    except cli.Stop as error:
+        failures.append(f"step 4: {error}")
+    trainer.restore_adapter()
+    sync.publish(trainer, sampler, version + 3)
+    row(6, "taken back, sampler", on_sampler(batch), s0, lambda d: d.max() <= max(REPEAT[dtype], 3 * noise.max()))
+    if [f for f in trainer.fingerprint() if f] != before:
+        failures.append("step 6: the trainer's adapter is not what it was before the check")
+
+    report = dict(passed=not failures, why=failures, rows=rows, version=version + 3, dtype=dtype, tolerance=[mean_limit, max_limit], noise_std=std,
+                  seconds=round(time.time() - started, 1), bytes=info["bytes"], tensors=info["tensors"], ranks=info["ranks"])
+    say(cli.table([[r["step"], r["what"], f"{r['mean']:.2e}", f"{r['max']:.2e}", f"{r['worst_sequence']:.2e}", r["n"], "yes" if r["ok"] else "NO", r["note"]]
+                   for r in rows], ["step", "", "mean |dlogp|", "max", "worst sequence", "tokens", "ok", ""]))
+    say(f"five-step check: {'passed' if report['passed'] else 'FAILED: ' + '; '.join(failures)} "
+        f"({info['tensors']} tensors, {info['bytes'] / 1e6:.1f} MB to {info['ranks']} sampler ranks, {report['seconds']} s)")
+    return report
+
+
+def main():
+    """The check alone: the recipe's own start, up to and including its check."""
+    from recipes import dapo_glm5p3_lora as recipe
+    recipe.main(check_only=True)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
