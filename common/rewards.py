@@ -1,0 +1,110 @@
+"""Grading and length penalty: pure functions of text and numbers, in time linear in the text, whatever a model writes.
+
+Reward convention, everywhere: RIGHT = +1 for a right answer, WRONG = -1 for anything else, so accuracy = (mean reward + 1) / 2.
+"""
+import re
+from typing import NamedTuple
+
+RIGHT, WRONG = 1.0, -1.0
+
+SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|\[gMASK\]|<sop>|</?think>")
+ANSWER_LINE = re.compile(r"answer[*_ \t]*[:\uff1a][*_\s]*", re.IGNORECASE)
+WRAPPER = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\{([^{}]*)\}|\\\((.*)\\\)|\\\[(.*)\\\]")
+INTEGER = re.compile(r"([+-]?) ?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+LONGEST = 200                     # characters of an extracted answer that are looked at: AIME needs 3, the largest gold of DAPO-Math far fewer
+
+
+class Grade(NamedTuple):
+    correct: bool
+    extracted: str | None         # the integer read from the text, in plain digits
+    reason: str                   # right, wrong, thinking not closed, no answer, box not closed, not an integer
+
+
+def integer(text):
+    """`text` as the canonical digits of an integer ("-7", "1204"), or None. Takes off special tokens, $, \\( \\), bold and code marks,
+    a final dot, thousands commas in their places and leading zeros. Digits stay text: int() refuses 4,301 of them."""
+    text = SPECIAL.sub("", text[:LONGEST]).replace("\u2212", "-").replace("{,}", ",").replace(r"\,", "").replace(r"\!", "").replace(r"\$", "")
+    for _ in range(4):                                            # marks may enclose each other: **$\text{204}$.**
+        text = text.strip("$*_` \t\r\n").rstrip(".,;")
+        peeled = WRAPPER.fullmatch(text)
+        text = next(filter(None, peeled.groups()), "") if peeled else text
+    match = INTEGER.fullmatch(text)
+    if not match:
+        return None
+    digits = match[2].replace(",", "").lstrip("0") or "0"
+    return "-" + digits if match[1] == "-" and digits != "0" else digits
+
+
+def grade(text, answer, in_think=False):
+    r"""Strict integer grader. What is read is the last `\boxed{...}` or the last `Answer: ...` line, whichever comes last, outside
+    the thinking block: all up to the last `</think>` is dropped, and thinking that never closes holds no answer. `in_think` says that
+    the prompt already opened the block (GLM's chat form does). `answer` is the gold integer; ValueError when it is not one."""
+    gold = integer(str(answer))
+    if gold is None:
+        raise ValueError(f"the gold answer {str(answer)[:50]!r} is not an integer")
+    _, closed, visible = text.rpartition("</think>")
+    if "<think>" in visible or (in_think and not closed):
+        return Grade(False, None, "thinking not closed")
+    box, line = visible.rfind(r"\boxed{"), max((m.end() for m in ANSWER_LINE.finditer(visible)), default=-1)
+    if box < 0 and line < 0:
+        return Grade(False, None, "no answer")
+    if box > line or (box == line and box >= 0):
+        found = _braces(visible, box + len(r"\boxed"))
+        if found is None:
+            return Grade(False, None, "box not closed")
+    else:
+        found = visible[line:line + LONGEST + 1].partition("\n")[0]
+    value = integer(found) if len(found) <= LONGEST else None
+    if value is None:
+        return Grade(False, None, "not an integer")
+    return Grade(value == gold, value, "right" if value == gold else "wrong")
+
+
+def _braces(text, start):
+    """What the brace at `start` encloses, or None when it is never closed."""
+    depth = 0
+    for match in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[start + 1:start + match.start()]
+    return None
+
+
+# Normalisation of Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) as DAPO's published rule applies it.
+DAPO_REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"), (r",\text{and}", ","),
+                 (r"\text{and}", ","), (r"\text{m}", r"\text{}"))
+DAPO_REMOVED = ("square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds "
+                "meters meals edges students childrentickets multiples \\text{s} \\text{.} \\text{\ns} \\text{}^2 \\text{}^3 \\text{\n} "
+                "\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} \" \\dots").split(" ")
+DAPO_PATTERNS = ((r"(.*?)\$(.*?)\$(.*)", r"$\2$"), (r"\\text\{(.*?)\}", r"\1"), (r"\\textbf\{(.*?)\}", r"\1"), (r"\\overline\{(.*?)\}", r"\1"),
+                 (r"\\boxed\{(.*)\}", r"\1"), (r"frac([^{])(.)", r"frac{\1}{\2}"), (r"sqrt([^{])", r"sqrt{\1}"))
+
+
+def _minerva(text):
+    text = text.rpartition("=")[2]
+    for old, new in (*DAPO_REPLACED, *((word, "") for word in DAPO_REMOVED)):
+        text = text.replace(old, new)
+    for pattern, new in DAPO_PATTERNS:
+        text = re.sub(pattern, new, text)
+    text = text.replace("$", "")
+    return (text.replace(",", "") if text.replace(",", "").isdigit() else text).strip()
+
+
+def grade_dapo(text, answer):
+    """DAPO's published rule, as SkyRL's environment `aime` applies it: in the last 300 characters, the last `Answer: ...` up to a
+    newline or `<`, normalised as in Minerva, equal to the gold as a string. It takes neither `204.` nor `**Answer:** 204` nor 025."""
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n<]+)", text[-300:])
+    if not found:
+        return Grade(False, None, "no answer")
+    value = _minerva(found[-1])
+    return Grade(value == _minerva(str(answer)), value, "right" if value == _minerva(str(answer)) else "wrong")
+
+
+def soft_length_penalty(length, max, buffer, factor=1.0):
+    """What to subtract from the reward of a response of `length` tokens: 0 up to max - buffer, then rising linearly to `factor` at
+    `max`: (length - (max - buffer)) / buffer * factor (DAPO, arXiv 2503.14476, section 3.4; buffer 4,096 and factor 1 in the published
+    GLM-5.3 run). A truncated wrong answer so ends at -2. ValueError past `max`, where generation is capped."""
+    if not 0 <= length <= max:
+        raise ValueError(f"a response of {length} tokens under a cap of {max}")
+    over = length - (max - buffer)
+    return over / buffer * factor if over > 0 else 0.0
