@@ -48,28 +48,28 @@ class TrainerRank:
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
         self.warmup_updates, self.max_tokens, self.temperature, self.chunk = warmup_updates, max_tokens, temperature, logprob_chunk
-        self.recompute, self.seed, self.updates = recompute, seed, 0
+        self.recompute, self.seed, self.updates, self.store = recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
     # -- start -------------------------------------------------------------------------------------------------------------------
 
-    def open_store(self, folder=None):
-        """Rank 0 only: where the ranks meet, as an address for `load`. On one node a file, between nodes a port that the system picks."""
-        if folder:
-            return f"file://{Path(folder).absolute()}/rendezvous"
+    def address(self):
+        """Rank 0: opens the place where the ranks meet, on a port that the system picks; for `load`. None on the others."""
+        if self.rank:
+            return None
         import ray
-        self.store = dist.TCPStore(ray.util.get_node_ip_address(), 0, self.world, is_master=True, wait_for_workers=False)
-        return f"tcp://{self.store.host}:{self.store.port}"
+        host = ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(host, 0, self.world, is_master=True, wait_for_workers=False)
+        return f"{host}:{self.store.port}"
 
     def load(self, address):
-        """Join the other ranks, build the model, read this rank's slices of the checkpoint, make adapters and optimizer."""
+        """Join the other ranks, build the model, read this rank's slices of the checkpoint, make adapters and optimizer.
+
+        address: host:port from rank 0's `address`, or a path: then they meet in a file, which needs no port but one common machine."""
         if not dist.is_initialized():
-            kind, _, where = address.partition("://")
-            host, _, port = where.rpartition(":")
-            store = dist.FileStore(where, self.world) if kind == "file" else dist.TCPStore(host, int(port), self.world)
+            host, _, port = str(address).rpartition(":")
+            store = self.store if self.store else dist.TCPStore(host, int(port), self.world) if host else dist.FileStore(str(address), self.world)
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            if backend == "nccl":
-                torch.cuda.set_device(0)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
         tp, pp, ep = self.layout.values()
         if self.world % (tp * pp) or (self.world // pp) % ep:
@@ -202,12 +202,16 @@ class TrainerRank:
     # -- the adapter -------------------------------------------------------------------------------------------------------------
 
     def offer(self, version):
-        """Collective export of the adapter in the model's dtype; the lead rank of each replica packs it and says where it lies."""
+        """Collective export of the adapter in the model's dtype. The lead rank of each replica answers with its fingerprint, and the first
+        lead of a node packs it and says where it lies; None on all other ranks."""
         tensors = lora.export(self.model, self.cfg, self.dtype)
+        where = [None] * self.world
+        dist.all_gather_object(where, sync.node_name() if tensors else None)
         if not tensors:
             return None
         header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"])
-        return {"node": sync.node_name(), "header": header.to_json(), "ticket": self.transport.offer(flat)}
+        ticket = self.transport.offer(flat) if where.index(where[self.rank]) == self.rank else None
+        return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
 
     def release(self):
         self.transport.release()
@@ -229,6 +233,21 @@ class TrainerRank:
             for (_, p), old in zip(self.trainable, self.before):
                 p.copy_(old)
         self.before = None
+
+    def offload(self):
+        """Give the GPU memory of the frozen weights to the sampler. They never change, so the host copy is made once."""
+        for p in self.model.parameters():
+            if device().type == "cuda" and not p.requires_grad:
+                if not hasattr(p, "on_host"):
+                    p.on_host = p.detach().to("cpu").pin_memory()
+                p.data = p.data.new_empty(0)
+        torch.cuda.empty_cache() if device().type == "cuda" else None
+
+    def onload(self):
+        """Bring the frozen weights back."""
+        for p in self.model.parameters():
+            if hasattr(p, "on_host") and not p.numel():
+                p.data = p.on_host.to(device(), non_blocking=True)
 
     # -- files -------------------------------------------------------------------------------------------------------------------
 

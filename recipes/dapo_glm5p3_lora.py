@@ -1,0 +1,409 @@
+"""DAPO on competition maths with a LoRA adapter, GLM-5.3 (753B): 20 steps, AIME-2024 at 8,192 tokens from 57 % to 81 % as published.
+
+plan      python recipes/dapo_glm5p3_lora.py --plan           # what it will do and what is missing; seconds, no GPU
+rehearse  python recipes/dapo_glm5p3_lora.py --rehearse       # the same code on 2 CPU cores or one GPU, a 2M-parameter GLM-5.3, ~5 min
+full      RAY_ADDRESS=auto python recipes/dapo_glm5p3_lora.py # 4 nodes x 8 B300, trainer and sampler on the same GPUs
+resume    ... --resume                                        # goes on from the newest checkpoint in runs/NAME
+
+What differs from the DAPO paper (arXiv 2503.14476), as in the published run unless it says otherwise:
+ 1. No dynamic sampling: groups whose answers are all right or all wrong stay in, with advantage 0.
+ 2. 128 prompts x 16 answers a step in 4 updates (paper: 512 x 16 in 16), learning rate 1e-5 for the adapter after 40 warm-up updates.
+ 3. Dual clip: for a negative advantage the loss of a token is at most 10 x |advantage| (paper: unbounded).
+ 4. Truncated importance sampling: the sampler's and the trainer's log-probabilities differ by rounding, each token is weighted by their
+    ratio, at most 2 (paper: none).
+ 5. Response cap 8,192 tokens, the last 4,096 of them penalised (paper: 20,480 and 4,096). A response that hits the cap is not learned
+    from (overlong filtering) but counts in its group's mean.
+ 6. Answers are graded by the strict integer grader of common/rewards.py (the published run: DAPO's rule, which rejects "Answer: 204.").
+ 7. kv_b_proj is not adapted (the published run adapts it): vLLM 0.32's MLA attention ignores that adapter while decoding.
+ 8. Packed micro-batches of 16,384 tokens (the published run: one sequence at a time).
+
+Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the taken token's
+probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new during them.
+"""
+import dataclasses
+import glob
+import json
+import os
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli  # noqa: E402
+from data import dataset  # noqa: E402
+
+
+@dataclasses.dataclass
+class Config:
+    # model
+    model: str = "zai-org/GLM-5.3-BF16"      # folder of the checkpoint, bf16; never a name to download
+    dtype: str = "bfloat16"                  # of base weights, activations and the published adapter; adapter parameters are float32
+    lora_rank: int = 32                      # alpha / rank = 1
+    lora_alpha: int = 32
+    lora_targets: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_experts: str = "shared"             # shared: one adapter for all routed experts of a layer; each: one per expert
+    # data
+    train_data: str = "data/dapo_math.parquet"   # 17,398 prompts; data/README.md says how it is made
+    eval_data: str = "data/aime_2024.parquet"    # 30 problems
+    max_prompt_tokens: int = 2048            # longer prompts are dropped, with a count
+    # rollout
+    prompts_per_step: int = 128              # P; 128 x 16 = 2,048 answers
+    group_size: int = 16                     # G; answers per prompt, the baseline of the advantage
+    max_response_tokens: int = 8192
+    temperature: float = 1.0
+    # algorithm
+    clip_low: float = 0.2                    # ratio below 1 - clip_low is clipped
+    clip_high: float = 0.28                  # DAPO 3.1: a higher upper bound lets rare tokens grow
+    dual_clip: float = 10.0                  # arXiv 1912.09729
+    is_cap: float = 2.0                      # truncated importance sampling
+    overlong_buffer: int = 4096              # tokens before the cap over which the penalty grows
+    overlong_factor: float = 1.0             # to this
+    # optimiser
+    steps: int = 20                          # 20 x 4 = 80 updates
+    updates_per_step: int = 4                # mini-batch of 128 / 4 = 32 prompts
+    lr: float = 1e-5
+    warmup_updates: int = 40                 # linear, then constant
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.999)
+    clip_grad: float = 1.0
+    # parallelism: every node is one trainer replica and one sampler engine on the same 8 GPUs
+    nodes: int = 4
+    gpus_per_node: int = 8                   # 0: on the CPU
+    cpu_ranks: int = 1                       # trainer ranks and sampler engines when gpus_per_node is 0
+    tp: int = 8                              # tensor, expert and pipeline parallel size of the trainer
+    ep: int = 8
+    pp: int = 1
+    sampler_tp: int = 8
+    max_tokens_per_micro_batch: int = 16384
+    recompute: str = "full"                  # activations: full or none
+    logprob_chunk: int = 8192                # tokens whose logits exist at a time: 8,192 x 154,880 / TP 8 x 4 B = 0.6 GB
+    max_num_seqs: int = 32                   # concurrent requests of one engine
+    gpu_memory_utilization: float = 0.8
+    # evaluation
+    eval_every: int = 5                      # steps; also before the first and after the last
+    eval_samples: int = 32                   # avg@32
+    eval_top_p: float = 0.7
+    # bookkeeping
+    name: str = "dapo-glm5p3-lora"           # the run's folder is runs/NAME
+    seed: int = 0
+    save_every: int = 1                      # steps
+    keep: int = 3                            # checkpoints
+    wandb: str = "offline"                   # off, offline or online
+    check: bool = True                       # five-step check before the first step and after a resume
+    plan: bool = False                       # print the plan and stop
+    resume: bool = False
+    rehearse: bool = False
+
+    # derived
+    @property
+    def trainer_ranks(self):
+        return self.nodes * self.gpus_per_node or self.cpu_ranks
+
+    @property
+    def engines(self):
+        return self.nodes * self.gpus_per_node // self.sampler_tp or self.cpu_ranks
+
+    @property
+    def dp(self):
+        return self.trainer_ranks // (self.tp * self.pp)
+
+
+# Smaller in the rehearsal: the model (2M parameters, taught to add), the problems, lengths, batch, rank and layout; larger: learning rate.
+PRESETS = {"rehearse": dict(
+    model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32, prompts_per_step=32, group_size=8,
+    max_response_tokens=60, overlong_buffer=30, lr=3e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
+    max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=1, save_every=5,
+    name="rehearse-dapo-glm5p3-lora")}
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------------------------
+
+def plan(cfg):
+    """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
+    c, problems = cfg, []
+    answers, mini = c.prompts_per_step * c.group_size, c.prompts_per_step // c.updates_per_step
+    rows = [
+        ("answers a step", f"{c.prompts_per_step} prompts x {c.group_size} = {answers:,}"),
+        ("tokens a step, at most", f"{answers:,} x ({c.max_prompt_tokens:,} + {c.max_response_tokens:,}) = "
+                                   f"{answers * (c.max_prompt_tokens + c.max_response_tokens):,}"),
+        ("updates", f"{c.steps} steps x {c.updates_per_step} = {c.steps * c.updates_per_step}, each on {mini} x {c.group_size} = {mini * c.group_size:,} answers"),
+        ("learning rate", f"{c.lr:g} from update {c.warmup_updates + 1} on, adapter rank {c.lora_rank}, alpha {c.lora_alpha}"),
+        ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
+        ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
+        ("machines", f"{c.nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else f"the CPU: {os.cpu_count()} cores"),
+        ("run folder", f"runs/{c.name}"),
+    ]
+
+    def must(ok, sentence):
+        problems.extend([] if ok else [sentence])
+    must(c.prompts_per_step % c.updates_per_step == 0, f"{c.prompts_per_step} prompts do not divide into {c.updates_per_step} updates")
+    must(c.tp * c.pp <= c.trainer_ranks and c.trainer_ranks % (c.tp * c.pp) == 0, f"{c.trainer_ranks} trainer ranks do not divide into TP {c.tp} x PP {c.pp}")
+    must(c.ep > 0 and (c.trainer_ranks // c.pp) % c.ep == 0, f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
+    must(c.dp == 0 or mini * c.group_size >= c.dp, f"a mini-batch of {mini * c.group_size} answers is too small for DP {c.dp}")
+    must(not c.gpus_per_node or c.gpus_per_node % c.sampler_tp == 0, f"{c.gpus_per_node} GPUs of a node do not divide into sampler TP {c.sampler_tp}")
+    must(0 < c.overlong_buffer <= c.max_response_tokens, f"overlong_buffer {c.overlong_buffer} is not within 1..{c.max_response_tokens}")
+    must(c.lora_rank in (1, 8, 16, 32, 64, 128, 256, 320, 512), f"vLLM has no slots for LoRA rank {c.lora_rank}: 1, 8, 16, 32, 64, 128, 256, 320 or 512")
+    must(c.lora_experts in ("shared", "each"), f"lora_experts is {c.lora_experts!r}: shared or each")
+    must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
+    must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
+    if not c.rehearse:                                        # the rehearsal makes its own
+        must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
+        for path in (c.train_data, c.eval_data):
+            must(Path(path).is_file(), f"no data file {path}")
+    must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
+    must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
+    print(cli.table(rows))
+    for sentence in problems:
+        print(f"problem: {sentence}")
+    print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
+    return problems
+
+
+# -- algorithm: pure functions of arrays and tensors ------------------------------------------------------------------------------------
+
+def group_advantage(reward_PG):
+    """(r - mean) / (std + 1e-6) within each group of answers to one prompt; sample standard deviation (GRPO, arXiv 2402.03300)."""
+    import numpy as np
+    return (reward_PG - reward_PG.mean(1, keepdims=True)) / (np.std(reward_PG, axis=1, ddof=1, keepdims=True) + 1e-6)
+
+
+def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
+    def policy_loss(logp_new, entropy, mb):
+        """Clipped policy gradient, summed over tokens. logp_new, entropy and the fields of mb: (N,). mb["weight"] is 1 / (unmasked tokens
+        of the whole mini-batch), or 0 for a masked token: the sum is DAPO's token mean over all ranks and micro-batches."""
+        import torch
+        weight, adv = mb["weight"], mb["adv"]
+        ratio = (logp_new - mb["logp_old"]).exp()
+        surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
+        surrogate = torch.where(adv < 0, torch.maximum(surrogate, dual_clip * adv), surrogate)
+        # the answers come from the sampler's distribution, the gradient is the trainer's (arXiv 2508.03260 discusses the correction)
+        tis = (mb["logp_old"] - mb["logp_rollout"]).exp().clamp(max=is_cap)
+        loss = -(weight * tis * surrogate).sum()
+        with torch.no_grad():
+            clipped = ((adv > 0) & (ratio > 1 + clip_high)) | ((adv < 0) & (ratio < 1 - clip_low))
+            metrics = {"clip": (weight * clipped).sum(), "entropy": (weight * entropy).sum(), "tis_capped": (weight * (tis >= is_cap)).sum(),
+                       "kl_old": (weight * (ratio - 1 - ratio.log())).sum()}
+        return loss, metrics
+    return policy_loss
+
+
+# -- sampling and grading ---------------------------------------------------------------------------------------------------------------
+
+def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p):
+    """`samples` answers to every row, graded: a list of B dicts in the order row 0 sample 0, row 0 sample 1, ..."""
+    from common import rewards
+    from common.sampler import spread
+    prompts = [row["prompt_tokens"] for row in rows for _ in range(samples)]
+    # one seed an answer, from the run's seed and what the answer is for: the same answers again after a resume
+    seeds = [zlib.crc32(f"{seed} {row['id']} {g}".encode()) for row in rows for g in range(samples)]
+    rollouts = spread(sampler, prompts, seeds, max_tokens, temperature, top_p)
+    for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
+        text = tok.decode(rollout["tokens"], skip_special_tokens=False)
+        grade = rewards.grade(text, row["answer"])
+        rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted, is_correct=grade.correct)
+    return rollouts
+
+
+def evaluate(run, step, sampler, tok, rows, cfg):
+    """avg@k over the held-out problems with the published protocol; every sample goes to eval/step-N.jsonl."""
+    import numpy as np
+    start = time.time()
+    rollouts = answer_all(sampler, tok, rows, cfg.eval_samples, f"{cfg.seed} eval", cfg.max_response_tokens, 1.0, cfg.eval_top_p)
+    right, cut = (np.array([r[k] for r in rollouts], dtype=float) for k in ("is_correct", "is_truncated"))
+    lines = [json.dumps({"id": r["id"], "text": r["text"], "tokens": len(r["tokens"]), "is_truncated": r["is_truncated"], "extracted": r["extracted"],
+                         "is_correct": r["is_correct"]}) for r in rollouts]
+    cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "\n".join(lines) + "\n")
+    p = right.reshape(len(rows), -1).mean(1)
+    found = {"eval/accuracy": right.mean(), "eval/stderr": float(np.sqrt((p * (1 - p)).sum() / cfg.eval_samples) / len(rows)),
+             "eval/capped": cut.mean(), "eval/accuracy_finished": right[cut == 0].mean() if (cut == 0).any() else 0.0,
+             "eval/tokens": float(np.mean([len(r["tokens"]) for r in rollouts])), "time/eval_s": time.time() - start}
+    print(f"eval at step {step}: accuracy {found['eval/accuracy']:.3f} (of finished answers {found['eval/accuracy_finished']:.3f}), "
+          f"at the cap {found['eval/capped']:.3f}, {found['eval/tokens']:.1f} tokens; {len(rows)} problems x {cfg.eval_samples}", flush=True)
+    return found
+
+
+# -- start and checkpoints --------------------------------------------------------------------------------------------------------------
+
+def start(cfg, run):
+    """Ray, the trainer's ranks and the sampler's engines, all on the same nodes; returns (trainer, sampler)."""
+    from common import cluster
+    from common.sampler import SamplerEngine
+    from common.trainer import TrainerRank
+    place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
+    per_node = cfg.gpus_per_node
+    sampler = cluster.start(SamplerEngine, "sampler engine", place, [dict(
+        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens,
+        max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, seed=cfg.seed)] * cfg.engines,
+        gpus=per_node and [",".join(str(i * cfg.sampler_tp % per_node + j) for j in range(cfg.sampler_tp)) for i in range(cfg.engines)])
+    trainer = cluster.start(TrainerRank, "trainer rank", place, [dict(
+        rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype, lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts, lr=cfg.lr, warmup_updates=cfg.warmup_updates,
+        weight_decay=cfg.weight_decay, betas=cfg.betas, clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
+        gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
+    # on one machine the ranks meet in a file, so that nothing listens on the network
+    trainer.load(trainer.address()[0] if cfg.nodes > 1 else str((run.folder / f"rendezvous-{os.getpid()}").absolute()))
+    sampler.node()                                            # answers when the engine is up
+    return trainer, sampler
+
+
+def save(run, trainer, step, version, keep):
+    """A checkpoint appears whole or not at all; the `keep` newest stay."""
+    folder = run.folder / "checkpoints" / f"step-{step}"
+    part = folder.with_name(f".{folder.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    trainer.save(str(part.absolute()))
+    cli.write_atomic(part / "state.json", json.dumps({"step": step, "version": version}))
+    os.rename(part, folder)
+    for old in checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+
+
+def checkpoints(run):
+    """Complete checkpoints, oldest first."""
+    return sorted((run.folder / "checkpoints").glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def read(path, tok, max_prompt_tokens):
+    """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
+    from data.arithmetic import encode
+    rows = [{**row, "prompt_tokens": encode(tok, row["prompt"])} for row in dataset.load(path, ("id", "prompt", "answer"))]
+    kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
+    if len(kept) < len(rows):
+        print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens and are left out")
+    return kept
+
+
+# -- main -------------------------------------------------------------------------------------------------------------------------------
+
+def main(check_only=False):
+    cfg = cli.parse(Config, PRESETS, __doc__)
+    if cfg.rehearse:
+        if glob.glob("/dev/nvidia[0-9]*"):
+            cfg.gpus_per_node, cfg.dtype = 1, "bfloat16"
+        print("rehearsal: a GLM-5.3 of 2M parameters that adds two numbers; model, lengths, batch, rank and layout are smaller than in the real run")
+    if check_only:
+        cfg.name = time.strftime("check-%Y%m%d-%H%M%S")
+    problems = plan(cfg)
+    if problems or cfg.plan:
+        return 2 if problems else 0
+
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from checks.logprob_parity import five_steps
+    from common import cluster, rewards, sync
+    from common.batch import merge
+
+    cluster.connect(local=cfg.rehearse)
+    if cfg.rehearse:
+        from data import arithmetic
+        cfg.model, cfg.train_data, cfg.eval_data = arithmetic.prepare(cfg.gpus_per_node)
+    run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
+    tok = AutoTokenizer.from_pretrained(cfg.model)
+    train_rows, eval_rows = (read(path, tok, cfg.max_prompt_tokens) for path in (cfg.train_data, cfg.eval_data))
+    cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
+    policy_loss = make_policy_loss(cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.is_cap)
+    trainer, sampler = start(cfg, run)
+
+    first, version = 1, 0
+    if cfg.resume:
+        if not checkpoints(run):
+            raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: delete the folder or use another --name")
+        newest = checkpoints(run)[-1]
+        trainer.restore(str(newest))
+        state = json.loads((newest / "state.json").read_text())
+        first, version = state["step"] + 1, state["version"]
+        run.rewind(first)
+        print(f"resumed from {newest}")
+    if cfg.check or check_only:
+        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype,
+                            max_tokens=min(128, cfg.max_response_tokens), version=version, seed=cfg.seed)
+        run.write_json("check.json", report)
+        if check_only or not report["passed"]:
+            return 0 if report["passed"] else 1
+        version = report["version"]
+    else:
+        version += 1
+        sync.publish(trainer, sampler, version)
+    if first == 1:
+        run.log(0, evaluate(run, 0, sampler, tok, eval_rows, cfg))
+
+    P, G, mini = cfg.prompts_per_step, cfg.group_size, cfg.prompts_per_step // cfg.updates_per_step * cfg.group_size
+    for step in range(first, cfg.steps + 1):
+        clock = [time.time()]
+
+        # 1. sample: G answers to each of P prompts, from the version published last
+        rows = [train_rows[i] for i in cursor.indices(step - 1)]
+        rollouts = answer_all(sampler, tok, rows, G, f"{cfg.seed} {step}", cfg.max_response_tokens, cfg.temperature, 1.0)
+        assert all((r["versions"] == version).all() for r in rollouts), f"answers of step {step} are not all from version {version}"
+        sampler.sleep()
+        clock.append(time.time())
+
+        # 2. reward: +1 or -1, less a penalty that grows over the last overlong_buffer tokens before the cap
+        length_B = np.array([len(r["tokens"]) for r in rollouts])
+        is_truncated_B = np.array([r["is_truncated"] for r in rollouts])
+        is_correct_B = np.array([r["is_correct"] for r in rollouts])
+        penalty_B = np.array([rewards.soft_length_penalty(n, cfg.max_response_tokens, cfg.overlong_buffer, cfg.overlong_factor) for n in length_B])
+        reward_B = np.where(is_correct_B, 1.0, -1.0) - penalty_B
+
+        # 3. advantage; a truncated answer is not learned from, because its end is missing, not wrong (DAPO 3.4)
+        adv_B = group_advantage(reward_B.reshape(P, G)).reshape(-1)
+        keep_B = ~is_truncated_B
+        batch = {"tokens": [np.concatenate([r["prompt_tokens"], r["tokens"]]).astype(np.int32) for r in rollouts],
+                 "n_prompt": [len(r["prompt_tokens"]) for r in rollouts]}
+
+        # 4. log-probabilities before the step's updates, by the trainer: the ratio's denominator
+        trainer.onload()
+        logp_rollout = [r["logp"] for r in rollouts]
+        logp_old = merge(trainer.logprobs(batch), P * G)
+        batch |= {"adv": adv_B, "logp_old": logp_old, "logp_rollout": logp_rollout}
+        clock.append(time.time())
+
+        # 5. updates: each on the answers to its own share of the prompts, every unmasked token weighing the same (DAPO 3.3)
+        updates = []
+        for m in cli.progress(range(cfg.updates_per_step), desc=f"step {step} updates"):
+            part = slice(m * mini, (m + 1) * mini)
+            n_tokens = int((keep_B * length_B)[part].sum())
+            if n_tokens == 0:
+                print(f"step {step}, update {m + 1}: all {mini} answers hit the cap, nothing to learn from")
+                continue
+            mb = {**{k: v[part] for k, v in batch.items()}, "weight": (keep_B / n_tokens)[part]}
+            updates.append(next(u for u in trainer.update(mb, policy_loss) if u))
+        clock.append(time.time())
+
+        # 6. publish: from here on the sampler answers with the new weights, or the run stops
+        trainer.offload()
+        sampler.wake()
+        version += 1
+        sync.publish(trainer, sampler, version)
+        clock.append(time.time())
+
+        # 7. log, evaluate, save
+        gap = np.abs(np.concatenate(logp_old) - np.concatenate(logp_rollout))
+        metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(), "rollout/capped": is_truncated_B.mean(),
+                   "rollout/tokens": length_B.mean(), "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
+                   "mismatch/mean": gap.mean(), "mismatch/max": gap.max(), "policy/version": version,
+                   **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
+                   **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            metrics |= evaluate(run, step, sampler, tok, eval_rows, cfg)
+        run.log(step, metrics)
+        run.line(step, reward=metrics["reward/mean"], accuracy=metrics["reward/accuracy"], capped=metrics["rollout/capped"],
+                 tokens=metrics["rollout/tokens"], gap=metrics["mismatch/mean"], clip=metrics.get("policy/clip", 0.0),
+                 entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
+        if step % cfg.save_every == 0 or step == cfg.steps:
+            save(run, trainer, step, version, cfg.keep)
+
+    trainer.export(str(run.folder.absolute()))
+    run.finish({"steps": cfg.steps, "version": version})
+    print(f"done: {run.folder}/metrics.jsonl, evaluations in {run.folder}/eval, the adapter for peft and vLLM in {run.folder}/adapter")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
