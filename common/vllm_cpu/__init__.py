@@ -22,6 +22,8 @@ ENV = {
 
 def install() -> bool:
     """Register the CPU classes with vLLM in this process; True on CPU, False (and nothing done) where vLLM drives a GPU. Idempotent."""
+    import torch._dynamo
+    torch._dynamo.config.disable = True           # vLLM compiles small helpers with g++ at the first request: 15 s, more than they ever save
     from vllm import ModelRegistry, __version__
     from vllm.platforms import current_platform
 
@@ -46,8 +48,6 @@ def engine_args(dtype: str) -> dict:
         "dtype": dtype,
         "worker_cls": "common.vllm_cpu.worker.CPUWorker",
         "enforce_eager": True,                    # inductor would take 20-45 s per start and is dropped with LoRA anyway
-        # the C++ rotary kernel ignores the strides of the slices that MLA hands it: wrong angles, no error
-        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
         "block_size": 32,                         # tokens; the smallest block the CPU attention kernel is fast with
-        "kv_cache_memory_bytes": 128 * 2**20,
+        "kv_cache_memory_bytes": 256 * 2**20,     # vLLM would otherwise take a share of the whole machine
     }
