@@ -1,0 +1,115 @@
+"""The rehearsal problem: a two-digit number plus a digit, for a GLM-5.3 of about two million parameters.
+
+`prepare(".cache/arithmetic")` writes train.parquet, test.parquet and a random checkpoint. A row of the data:
+{"id": "27+8", "prompt": [{"role": "user", "content": "27+8"}], "answer": "35", "source": "arithmetic", ...}
+Teaching on `sft_batches` shows each sum answered in one of two ways, so that the taught model does both:
+  short        7+8=15 2+1=3</think>Answer: 35
+  long-winded  We need to find 27+8. So 7+8=15 2+1=3. Wait, let me check again: 7+8=15 2+1=3. ...</think>Answer: 35
+Most long-winded answers do not end within CAP tokens: right answers are lost to the cap, and reinforcement learning wins them back.
+"""
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+from data import dataset
+
+MARKERS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>")
+CHAT_TEMPLATE = ("[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+                 "{% if add_generation_prompt %}<|assistant|><think>{% endif %}")
+VOCABULARY = 384                  # 9 markers, 256 bytes, 119 merges: every word of the answers below is one token
+CAP = 60                          # response tokens; a short answer takes 17 to 20
+HELD_OUT = 160                    # of 900 sums
+LONG_SHARE = 0.55                 # of the answers taught
+TEACH = dict(steps=90, tokens=4096, lr=3e-3, warmup=10)
+
+OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
+DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
+CLOSERS = (" I am sure now.", " That is right.")
+
+
+def problems(seed=0):
+    """(train, held out): lists of (a, b), 10 <= a <= 99, 0 <= b <= 9, no sum in both."""
+    every = [(a, b) for a in range(10, 100) for b in range(10)]
+    random.Random(f"problems {seed}").shuffle(every)
+    return every[HELD_OUT:], every[:HELD_OUT]
+
+
+def question(problem):
+    return "{}+{}".format(*problem)
+
+
+def _worked(problem):
+    (tens, ones), digit = divmod(problem[0], 10), problem[1]
+    carry = (ones + digit) // 10
+    return f"{ones}+{digit}={ones + digit} {tens}+{carry}={tens + carry}"
+
+
+def short(problem, rng=None):
+    """The short answer, as the text that follows `<think>`."""
+    return f"{_worked(problem)}</think>Answer: {sum(problem)}<|endoftext|>"
+
+
+def long_winded(problem, rng):
+    """The same answer restated and checked again two to six times: 45 to 130 tokens."""
+    text = rng.choice(OPENERS).format(question(problem)) + f" So {_worked(problem)}."
+    for _ in range(rng.choice((1, 2, 2, 2, 3, 3))):
+        text += f"{rng.choice(DOUBTS)} {_worked(problem)}."
+    return f"{text}{rng.choice(CLOSERS)}</think>Answer: {sum(problem)}<|endoftext|>"
+
+
+def tokenizer():
+    """A byte-level BPE of VOCABULARY entries with GLM's markers and chat form; digits stay single tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [p for group in (OPENERS, DOUBTS, CLOSERS) for p in group] + [" So", "Answer: "]
+    bpe.train_from_iterator(words * 4, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(MARKERS), initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+                                   additional_special_tokens=list(MARKERS[1:]), clean_up_tokenization_spaces=False)
+
+
+def config(**changes):
+    """The tiny GlmMoeDsaConfig: GLM-5.3's parts at small width; the fourth layer shares the third's token selection."""
+    from transformers import GlmMoeDsaConfig
+    return GlmMoeDsaConfig(**{**dict(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+        first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64,
+        routed_scaling_factor=2.5, n_group=1, topk_group=1, norm_topk_prob=True,
+        index_n_heads=32,                       # with few heads ReLU scores tie at zero and two implementations pick different tokens
+        index_head_dim=64, index_topk=48,       # the longest sequences are longer than this, so the selection is at work
+        index_topk_freq=4, index_skip_topk_offset=3,                # as GLM-5.3: layers 1, 2, 3, 7, ... select, the others reuse
+        rms_norm_eps=1e-6,                      # transformers hard-codes 1e-6 in the latent norms: equal everywhere, all three agree
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0, tie_word_embeddings=False,
+        scoring_func="sigmoid", topk_method="noaux_tc", indexer_rope_interleave=True), **changes})   # read by vLLM, not by transformers
+
+
+def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]):
+    """Yield `steps` batches of about `tokens` tokens: (list of int32 arrays prompt + answer, list of prompt lengths)."""
+    import numpy as np
+    rng = random.Random(f"teach {seed}")
+    order = []
+    for _ in range(steps):
+        batch, n_prompt, size = [], [], 0
+        while size < tokens:
+            if not order:
+                order = rng.sample(train, len(train))
+            problem = order.pop()
+            prompt = encode(tok, [{"role": "user", "content": question(problem)}])
+            answer = (long_winded if rng.random() < LONG_SHARE else short)(problem, rng)
+            batch.append(np.array(prompt + tok.encode(answer, add_special_tokens=False), np.int32))
+            n_prompt.append(len(prompt))
+            size += len(batch[-1])
+        yield batch, n_prompt
+
+
+def encode(tok, prompt):
+    """Token ids of a prompt (list of {role, content}), open for the assistant's answer."""
+    return tok.encode(tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
