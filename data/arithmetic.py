@@ -1,17 +1,13 @@
 """The rehearsal problem: a two-digit number plus a digit, for a GLM-5.3 of about two million parameters.
 
-`prepare(".cache/arithmetic")` writes train.parquet, test.parquet and a random checkpoint. A row of the data:
+`prepare(folder)` writes train.parquet, test.parquet and a random checkpoint `start`. A row of the data:
 {"id": "27+8", "prompt": [{"role": "user", "content": "27+8"}], "answer": "35", "source": "arithmetic", ...}
 Teaching on `sft_batches` shows each sum answered in one of two ways, so that the taught model does both:
   short        7+8=15 2+1=3</think>Answer: 35
   long-winded  We need to find 27+8. So 7+8=15 2+1=3. Wait, let me check again: 7+8=15 2+1=3. ...</think>Answer: 35
 Most long-winded answers do not end within CAP tokens: right answers are lost to the cap, and reinforcement learning wins them back.
 """
-import hashlib
-import json
-import os
 import random
-import shutil
 from pathlib import Path
 
 from data import dataset
@@ -23,7 +19,7 @@ VOCABULARY = 384                  # 9 markers, 256 bytes, 119 merges: every word
 CAP = 60                          # response tokens; a short answer takes 17 to 20
 HELD_OUT = 160                    # of 900 sums
 LONG_SHARE = 0.55                 # of the answers taught
-TEACH = dict(steps=90, tokens=4096, lr=3e-3, warmup=10)
+TEACH = dict(steps=360, tokens=1024, lr=2e-3, warmup=30)    # linear warm-up, cosine to a twentieth, betas 0.9 and 0.98, no weight decay
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
@@ -113,3 +109,24 @@ def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]
 def encode(tok, prompt):
     """Token ids of a prompt (list of {role, content}), open for the assistant's answer."""
     return tok.encode(tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
+
+
+def rows(sums):
+    """Rows for data.dataset.write."""
+    return [{"id": question(p), "prompt": [{"role": "user", "content": question(p)}], "answer": str(sum(p)), "source": "arithmetic"} for p in sums]
+
+
+def prepare(folder, seed=0, **changes):
+    """Write train.parquet, test.parquet and `start`, a checkpoint with random weights and the tokenizer. `changes` go to `config`."""
+    import torch
+    from transformers import GlmMoeDsaForCausalLM
+    for name, sums in zip(("train", "test"), problems(seed)):
+        dataset.write(Path(folder) / f"{name}.parquet", rows(sums))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GlmMoeDsaForCausalLM._from_config(config(**changes), dtype=torch.float32)
+        for name, tensor in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.uniform_(-0.02, 0.02)                          # frozen from here on, as in GLM-5.3; zero would hide a lost one
+    model.save_pretrained(Path(folder) / "start")
+    tokenizer().save_pretrained(Path(folder) / "start")
