@@ -115,10 +115,11 @@ class TrainerRank:
         self.ddp.train()
         return found if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0 else []
 
-    def update(self, batch, policy_loss):
+    def update(self, batch, policy_loss, lr=None):
         """One optimizer step on a mini-batch. `policy_loss(logp, entropy, fields) -> (loss, metrics)` sums over its tokens: logp, entropy and
         every field are (N,), loss and each metric are scalars, and the trainer adds them up over micro-batches and ranks. So the
-        normalisation (token mean, sequence mean) is in the fields that the caller made. Returns the sums, grad_norm and lr."""
+        normalisation (token mean, sequence mean) is in the fields that the caller made. lr: another rate than the warm-up's.
+        Returns the sums, grad_norm and lr; None on ranks without the last pipeline stage."""
         micros = self._micro_batches(batch)
         # mcore divides the loss by the number of micro-batches and averages gradients over data-parallel ranks: undo both, for a sum
         scale = len(micros) * mpu.get_data_parallel_world_size()
@@ -134,7 +135,7 @@ class TrainerRank:
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        lr = self.optim["lr"] * min(1.0, (self.updates + 1) / max(1, self.warmup_updates))
+        lr = lr or self.optim["lr"] * min(1.0, (self.updates + 1) / max(1, self.warmup_updates))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._run(micros, loss_of)

@@ -116,7 +116,7 @@ PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32, prompts_per_step=32, group_size=8,
     max_response_tokens=60, overlong_buffer=30, lr=3e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
     max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=1, save_every=5,
-    name="rehearse-dapo-glm5p3-lora")}
+    name="rehearse")}
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def main(check_only=False):
         if glob.glob("/dev/nvidia[0-9]*"):
             cfg.gpus_per_node, cfg.dtype = 1, "bfloat16"
         print("rehearsal: a GLM-5.3 of 2M parameters that adds two numbers; model, lengths, batch, rank and layout are smaller than in the real run")
-    if check_only:
-        cfg.name = time.strftime("check-%Y%m%d-%H%M%S")
+    if check_only or (cfg.name == PRESETS["rehearse"]["name"] and not cfg.resume):
+        cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")     # every one its own folder
     problems = plan(cfg)
     if problems or cfg.plan:
         return 2 if problems else 0
@@ -301,8 +301,8 @@ def main(check_only=False):
 
     cluster.connect(local=cfg.rehearse)
     if cfg.rehearse:
-        from data import arithmetic
-        cfg.model, cfg.train_data, cfg.eval_data = arithmetic.prepare(cfg.gpus_per_node)
+        from data.teach import taught
+        cfg.model, cfg.train_data, cfg.eval_data = taught(cfg.gpus_per_node, cfg.dtype)
     run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
     tok = AutoTokenizer.from_pretrained(cfg.model)
     train_rows, eval_rows = (read(path, tok, cfg.max_prompt_tokens) for path in (cfg.train_data, cfg.eval_data))

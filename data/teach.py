@@ -1,0 +1,54 @@
+"""Teach the rehearsal's model to add, by supervised steps through the trainer itself; the result is cached and the same every time."""
+import hashlib
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+from common import cli, cluster
+from data import arithmetic
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+
+
+def likelihood(logp, entropy, mb):
+    """Negative log-likelihood, summed with the weights that the caller gave: the mean over the batch's answer tokens."""
+    return -(mb["weight"] * logp).sum(), {}
+
+
+def taught(gpus=0, dtype="float32", ranks=2, settings=arithmetic.TEACH, config=None):
+    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: GPUs of this machine to use (one), else `ranks` CPU processes."""
+    ranks = gpus or ranks
+    key = hashlib.sha256(f"{Path(arithmetic.__file__).read_bytes()} {ranks} {dtype} {settings} {config}".encode()).hexdigest()[:12]
+    folder = CACHE / f"arithmetic-{key}"
+    if not folder.exists():
+        part = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            arithmetic.prepare(part, **(config or {}))
+            _teach(part, gpus, dtype, ranks, settings)
+            os.rename(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return str(folder / "model"), str(folder / "train.parquet"), str(folder / "test.parquet")
+
+
+def _teach(part, gpus, dtype, ranks, settings):
+    from common.trainer import TrainerRank
+    started, steps = time.time(), settings["steps"]
+    trainer = cluster.start(TrainerRank, "teacher rank", cluster.nodes(1, gpus), [dict(
+        rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
+        weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)], gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"})
+    trainer.load(str(part / "rendezvous"))
+    batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
+    for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
+        n = sum(map(len, tokens)) - sum(n_prompt)
+        # linear warm-up, then a cosine down to a twentieth
+        lr = settings["lr"] * min((step + 1) / settings["warmup"], 0.525 + 0.475 * math.cos(math.pi * step / steps))
+        found = trainer.update({"tokens": tokens, "n_prompt": n_prompt, "weight": [1 / n] * len(tokens)}, likelihood, lr)[0]
+        if step % 20 == 0 or step == steps - 1:
+            print(f"teaching {step + 1}/{steps}: {found['loss']:.3f} nats a token, {time.time() - started:.0f} s", flush=True)
+    trainer.save_model(str(part / "model"))
+    trainer.stop()
+    shutil.rmtree(part / "start")
