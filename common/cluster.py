@@ -1,15 +1,36 @@
 """Ray: start or join it, place the actors, call them as groups. An actor is a plain class with a few verbs."""
+import importlib
 import os
 
 from common.cli import Stop
 
 
+# Actors ask Ray for no GPU and choose their own (see start): Ray must not hide the GPUs from them.
+OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+class Host:
+    """The Ray actor: holds one object of a class that is imported here, so that the driver needs neither megatron-core nor vLLM."""
+
+    def build(self, where, arguments):
+        module, _, name = where.partition(":")
+        self.held = getattr(importlib.import_module(module), name)(**arguments)
+
+    def call(self, verb, args, kw):
+        return getattr(self.held, verb)(*args, **kw)
+
+
 class Group:
-    """Actors of one class. `group.verb(...)` calls the verb on all of them at once and returns their answers in order;
+    """Actors that hold objects of one class. `group.verb(...)` calls the verb on all of them at once and returns their answers in order;
     `group.each("verb", [args, ...])` gives every actor its own arguments. An actor that died or refused ends the call with Stop."""
 
-    def __init__(self, name, actors):
-        self.name, self.actors = name, actors
+    def __init__(self, name, actors, starting):
+        self.name, self.actors, self._starting = name, actors, starting
+
+    def ready(self):
+        """Wait until all objects are built."""
+        self._gather("start", self._starting)
+        return self
 
     def __len__(self):
         return len(self.actors)
@@ -17,12 +38,12 @@ class Group:
     def __getattr__(self, verb):
         if verb.startswith("_"):
             raise AttributeError(verb)
-        return lambda *args, **kw: self._gather(verb, [getattr(a, verb).remote(*args, **kw) for a in self.actors])
+        return lambda *args, **kw: self._gather(verb, [a.call.remote(verb, args, kw) for a in self.actors])
 
     def each(self, verb, arguments):
         if len(arguments) != len(self.actors):
             raise ValueError(f"{len(arguments)} sets of arguments for {len(self.actors)} actors of {self.name}")
-        return self._gather(verb, [getattr(a, verb).remote(*args) for a, args in zip(self.actors, arguments)])
+        return self._gather(verb, [a.call.remote(verb, args, {}) for a, args in zip(self.actors, arguments)])
 
     def _gather(self, verb, futures):
         import ray
@@ -57,7 +78,6 @@ def connect(local, object_store_gb=1):
         ray.init(log_to_driver=True)
     else:
         os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")   # actors ask for 0 GPUs and choose their own, see start()
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, num_cpus=max(8, os.cpu_count()),
                  object_store_memory=int(object_store_gb * 2**30), configure_logging=False)
     return int(ray.cluster_resources().get("GPU", 0))
@@ -75,20 +95,20 @@ def nodes(n, gpus_per_node, seconds=120):
     return group
 
 
-def start(cls, name, place, arguments, env=None, gpus=None):
-    """Start one actor of `cls` for each dict in `arguments`, spread evenly over the nodes of `place`.
+def start(where, name, place, arguments, env=None, gpus=None):
+    """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the group before its verbs.
 
-    gpus: for each actor the GPUs it sees ("3" or "0,1,2,3"), or None without a GPU. Trainer ranks and sampler engines share cards, so
-    Ray's own bookkeeping (one owner a GPU) is left out: an actor takes its node's bundle and CUDA_VISIBLE_DEVICES says the rest.
-    env: environment variables of the actor's process."""
+    where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees ("3" or "0,1,2,3"),
+    or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping (one owner a GPU) is left out: an
+    actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env: environment variables of the actors' processes."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    actors, per_node = [], -(-len(arguments) // len(place.bundle_specs))
-    for i, kw in enumerate(arguments):
-        variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **(env or {})}
+    host, actors, per_node = ray.remote(Host), [], -(-len(arguments) // len(place.bundle_specs))
+    for i in range(len(arguments)):
+        variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **(env or {})}
         if gpus:
-            variables |= {"CUDA_VISIBLE_DEVICES": gpus[i], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=i // per_node)
-        actors.append(ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": variables}).remote(**kw))
-    return Group(name, actors)
+            variables |= {"CUDA_VISIBLE_DEVICES": gpus[i]}
+        on = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=i // per_node)
+        actors.append(host.options(num_cpus=0, scheduling_strategy=on, runtime_env={"env_vars": variables}).remote())
+    return Group(name, actors, [a.build.remote(where, kw) for a, kw in zip(actors, arguments)])

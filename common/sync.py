@@ -193,33 +193,35 @@ def publish(trainer, sampler, version):
 
     trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old version keeps serving.
     """
-    offers = {}
     try:
-        for offer in trainer.offer(version):
-            if offer is not None:
-                offers.setdefault(offer["node"], offer)      # one sender a node is enough: all replicas hold the same adapter
-        header = Header.from_json(next(iter(offers.values()))["header"])
-        if any(Header.from_json(o["header"]).fingerprint != header.fingerprint for o in offers.values()):
-            raise Stop(f"the trainer's replicas hold different adapters at version {version}")
-        nodes = sampler.node()
-        if lost := [n for n in nodes if n not in offers]:
-            raise Stop(f"no trainer rank on the sampler's node {lost[0]}: adapters travel inside a node only (trainer nodes: {sorted(offers)})")
-        sampler.each("stage", [(offers[n]["header"], offers[n]["ticket"]) for n in nodes])
-    except BaseException as error:
-        try:
-            sampler.abort(version)
-        except Exception:
-            pass                                             # an engine that is gone cannot be told; the first error says why
+        header = _stage(trainer, sampler, version)
+    except Exception as error:
+        for tidy in (lambda: sampler.abort(version), trainer.release):
+            try:
+                tidy()
+            except Exception:                                # whoever is gone cannot be told; the first error says why
+                pass
         if isinstance(error, Stop):
             raise Stop(f"version {version} was not published, the samplers keep the version before it: {error}") from error
         raise
-    finally:
-        # The buffer may go once all have staged: staging copies into the slots.
-        trainer.release()
-    held = [rank for engine in sampler.commit(version) for rank in engine]
+    trainer.release()                                        # staging copied everything into the slots
+    held = [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
     if wrong := [f for f in held if f != header.fingerprint]:
         raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, the trainer sent {header.fingerprint}")
     return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries), "ranks": len(held)}
+
+
+def _stage(trainer, sampler, version):
+    """Offer on every trainer node, stage on every engine; returns the header."""
+    offers = [offer for offer in trainer.offer(version) if offer is not None]
+    if len({offer["fingerprint"] for offer in offers}) != 1:
+        raise Stop(f"the trainer's {len(offers)} replicas hold different adapters")
+    on_node = {offer["node"]: offer for offer in offers if offer["ticket"] is not None}
+    nodes = sampler.node()
+    if lost := [n for n in nodes if n not in on_node]:
+        raise Stop(f"no trainer rank on the sampler's node {lost[0]}: adapters travel inside a node only (trainer nodes: {sorted(on_node)})")
+    sampler.each("stage", [(on_node[n]["header"], on_node[n]["ticket"]) for n in nodes])
+    return Header.from_json(offers[0]["header"])
 
 
 def node_name():

@@ -35,11 +35,10 @@ def taught(gpus=0, dtype="float32", ranks=2, settings=arithmetic.TEACH, config=N
 
 
 def _teach(part, gpus, dtype, ranks, settings):
-    from common.trainer import TrainerRank
     started, steps = time.time(), settings["steps"]
-    trainer = cluster.start(TrainerRank, "teacher rank", cluster.nodes(1, gpus), [dict(
+    trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", cluster.nodes(1, gpus), [dict(
         rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
-        weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)], gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"})
+        weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)], gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
@@ -51,4 +50,7 @@ def _teach(part, gpus, dtype, ranks, settings):
             print(f"teaching {step + 1}/{steps}: {found['loss']:.3f} nats a token, {time.time() - started:.0f} s", flush=True)
     trainer.save_model(str(part / "model"))
     trainer.stop()
+    for file in (part / "start").iterdir():                  # config and tokenizer
+        if "safetensors" not in file.name:
+            shutil.copy(file, part / "model")
     shutil.rmtree(part / "start")

@@ -230,24 +230,22 @@ def evaluate(run, step, sampler, tok, rows, cfg):
 def start(cfg, run):
     """Ray, the trainer's ranks and the sampler's engines, all on the same nodes; returns (trainer, sampler)."""
     from common import cluster
-    from common.sampler import SamplerEngine
-    from common.trainer import TrainerRank
     place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     per_node = cfg.gpus_per_node
-    sampler = cluster.start(SamplerEngine, "sampler engine", place, [dict(
+    sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
         model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens,
         max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, seed=cfg.seed)] * cfg.engines,
         gpus=per_node and [",".join(str(i * cfg.sampler_tp % per_node + j) for j in range(cfg.sampler_tp)) for i in range(cfg.engines)])
-    trainer = cluster.start(TrainerRank, "trainer rank", place, [dict(
+    trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype, lora_rank=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts, lr=cfg.lr, warmup_updates=cfg.warmup_updates,
         weight_decay=cfg.weight_decay, betas=cfg.betas, clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
         logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
         gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
+    trainer.ready()
     # on one machine the ranks meet in a file, so that nothing listens on the network
     trainer.load(trainer.address()[0] if cfg.nodes > 1 else str((run.folder / f"rendezvous-{os.getpid()}").absolute()))
-    sampler.node()                                            # answers when the engine is up
-    return trainer, sampler
+    return trainer, sampler.ready()
 
 
 def save(run, trainer, step, version, keep):
