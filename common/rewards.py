@@ -11,7 +11,7 @@ SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|\[gMASK\]|<sop>|</?think>")
 ANSWER_LINE = re.compile(r"answer[*_ \t]*[:\uff1a][*_\s]*", re.IGNORECASE)
 WRAPPER = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\{([^{}]*)\}|\\\((.*)\\\)|\\\[(.*)\\\]")
 INTEGER = re.compile(r"([+-]?) ?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
-LONGEST = 200                     # characters of an extracted answer that are looked at: AIME needs 3, the largest gold of DAPO-Math far fewer
+LONGEST = 200                     # characters of an extracted answer; a longer one is no integer that anybody asked for
 
 
 class Grade(NamedTuple):
@@ -21,9 +21,11 @@ class Grade(NamedTuple):
 
 
 def integer(text):
-    """`text` as the canonical digits of an integer ("-7", "1204"), or None. Takes off special tokens, $, \\( \\), bold and code marks,
-    a final dot, thousands commas in their places and leading zeros. Digits stay text: int() refuses 4,301 of them."""
-    text = SPECIAL.sub("", text[:LONGEST]).replace("\u2212", "-").replace("{,}", ",").replace(r"\,", "").replace(r"\!", "").replace(r"\$", "")
+    """`text` as the canonical digits of an integer ("-7", "1204"), or None. Takes off special tokens, $, \\( \\), bold and code
+    marks, a final dot, thousands commas in their places and leading zeros. Digits stay text: int() refuses 4,301 of them."""
+    text = SPECIAL.sub("", text[:LONGEST])
+    for mark, plain in (("\u2212", "-"), ("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "")):
+        text = text.replace(mark, plain)
     for _ in range(4):                                            # marks may enclose each other: **$\text{204}$.**
         text = text.strip("$*_` \t\r\n").rstrip(".,;")
         peeled = WRAPPER.fullmatch(text)
@@ -36,9 +38,9 @@ def integer(text):
 
 
 def grade(text, answer, in_think=False):
-    r"""Strict integer grader. What is read is the last `\boxed{...}` or the last `Answer: ...` line, whichever comes last, outside
-    the thinking block: all up to the last `</think>` is dropped, and thinking that never closes holds no answer. `in_think` says that
-    the prompt already opened the block (GLM's chat form does). `answer` is the gold integer; ValueError when it is not one."""
+    r"""Strict integer grader. It reads the last `\boxed{...}` or the last `Answer: ...` line, whichever comes last, outside the
+    thinking block: all up to the last `</think>` is dropped, and thinking that never closes holds no answer. `in_think` says
+    that the prompt already opened the block (GLM's chat form does). `answer` is the gold integer; ValueError when it is not."""
     gold = integer(str(answer))
     if gold is None:
         raise ValueError(f"the gold answer {str(answer)[:50]!r} is not an integer")
@@ -71,13 +73,14 @@ def _braces(text, start):
 
 
 # Normalisation of Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) as DAPO's published rule applies it.
-DAPO_REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"), (r",\text{and}", ","),
-                 (r"\text{and}", ","), (r"\text{m}", r"\text{}"))
-DAPO_REMOVED = ("square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds "
-                "meters meals edges students childrentickets multiples \\text{s} \\text{.} \\text{\ns} \\text{}^2 \\text{}^3 \\text{\n} "
-                "\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} \" \\dots").split(" ")
-DAPO_PATTERNS = ((r"(.*?)\$(.*?)\$(.*)", r"$\2$"), (r"\\text\{(.*?)\}", r"\1"), (r"\\textbf\{(.*?)\}", r"\1"), (r"\\overline\{(.*?)\}", r"\1"),
-                 (r"\\boxed\{(.*)\}", r"\1"), (r"frac([^{])(.)", r"frac{\1}{\2}"), (r"sqrt([^{])", r"sqrt{\1}"))
+DAPO_REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
+                 (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"))
+DAPO_REMOVED = ("square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees "
+                "cm gm pounds meters meals edges students childrentickets multiples \\text{s} \\text{.} \\text{\ns} "
+                "\\text{}^2 \\text{}^3 \\text{\n} \\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} \" \\dots").split(" ")
+DAPO_PATTERNS = ((r"(.*?)\$(.*?)\$(.*)", r"$\2$"), (r"\\text\{(.*?)\}", r"\1"), (r"\\textbf\{(.*?)\}", r"\1"),
+                 (r"\\overline\{(.*?)\}", r"\1"), (r"\\boxed\{(.*)\}", r"\1"), (r"frac([^{])(.)", r"frac{\1}{\2}"),
+                 (r"sqrt([^{])", r"sqrt{\1}"))
 
 
 def _minerva(text):
@@ -91,8 +94,8 @@ def _minerva(text):
 
 
 def grade_dapo(text, answer):
-    """DAPO's published rule, as SkyRL's environment `aime` applies it: in the last 300 characters, the last `Answer: ...` up to a
-    newline or `<`, normalised as in Minerva, equal to the gold as a string. It takes neither `204.` nor `**Answer:** 204` nor 025."""
+    """DAPO's published rule, as SkyRL's environment `aime` applies it: in the last 300 characters, the last `Answer: ...` up to
+    a newline or `<`, normalised as in Minerva, equal to the gold as text. So neither `204.` nor `**Answer:** 204` is right."""
     found = re.findall(r"(?i)Answer\s*:\s*([^\n<]+)", text[-300:])
     if not found:
         return Grade(False, None, "no answer")
@@ -101,9 +104,9 @@ def grade_dapo(text, answer):
 
 
 def soft_length_penalty(length, max, buffer, factor=1.0):
-    """What to subtract from the reward of a response of `length` tokens: 0 up to max - buffer, then rising linearly to `factor` at
-    `max`: (length - (max - buffer)) / buffer * factor (DAPO, arXiv 2503.14476, section 3.4; buffer 4,096 and factor 1 in the published
-    GLM-5.3 run). A truncated wrong answer so ends at -2. ValueError past `max`, where generation is capped."""
+    """What to subtract from the reward of a response of `length` tokens: 0 up to max - buffer, then rising linearly to `factor`
+    at `max`: (length - (max - buffer)) / buffer * factor (DAPO, arXiv 2503.14476, section 3.4; buffer 4,096 and factor 1 in the
+    published GLM-5.3 run). A truncated wrong answer so ends at -2. ValueError past `max`, where generation is capped."""
     if not 0 <= length <= max:
         raise ValueError(f"a response of {length} tokens under a cap of {max}")
     over = length - (max - buffer)

@@ -65,9 +65,8 @@ def write(path, rows):
 
 
 class Cursor:
-    """Which prompts a step trains on: each epoch is a fresh shuffle, cut into whole steps. A pure function of (seed, step), so a run
-    resumed at a step sees what it would have seen; the up to prompts_per_step - 1 prompts left over wait for another epoch's shuffle,
-    and no prompt comes twice in a step."""
+    """Which prompts a step trains on: each epoch is a fresh shuffle, cut into whole steps; what is left over waits for the next
+    shuffle, and no prompt comes twice in a step. A pure function of (seed, step): a resumed run sees what it would have seen."""
 
     def __init__(self, n, prompts_per_step, seed):
         if not 0 < prompts_per_step <= n:
