@@ -12,7 +12,7 @@ DEFAULTS = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     scoring_func="sigmoid", topk_method="noaux_tc", indexer_rope_interleave=True)                            # vLLM reads these
 # 32 index heads: with few, ReLU scores tie at zero and the top-k of two implementations differs by its tie-breaking
-SPARSE = dict(num_hidden_layers=6, first_k_dense_replace=2, index_topk=16, index_topk_freq=2, index_skip_topk_offset=3)   # f f f s f s
+SPARSE = dict(num_hidden_layers=6, first_k_dense_replace=2, index_topk=16, index_topk_freq=2, index_skip_topk_offset=2)   # f f s f s f
 
 
 def config(**over):
@@ -36,7 +36,7 @@ def checkpoint(folder, seed=0, dtype=torch.float32, shard="200KB", **over):
         if n.endswith("e_score_correction_bias"):
             b.data = keep.pop(0)                                         # float32 in every checkpoint
     model.save_pretrained(folder, max_shard_size=shard)
-    return hf
+    return model.config
 
 
 def sequences(lengths, seed=1, vocab=256):

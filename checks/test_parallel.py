@@ -1,0 +1,77 @@
+"""Layouts over several gloo ranks equal one rank: logprobs, gradients (all weights, adapters), files, streamed weights, exported adapter."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checks import parallel_worker as worker
+from checks import tiny
+
+HERE = Path(__file__).resolve().parent
+LAYOUTS = {2: ["2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x1"], 4: ["2x1x2", "2x2x2"]}          # ranks: TP x PP x EP; what is left is DP
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """{(ranks, layout): folder}, the one-rank reference under (1, '1x1x1')."""
+    root = tmp_path_factory.mktemp("parallel")
+    tiny.checkpoint(root / "model", **tiny.SPARSE)
+    found = {(1, "1x1x1"): root / "1" / "1x1x1"}
+    worker.measure(root / "model", found[1, "1x1x1"])
+    for ranks, layouts in LAYOUTS.items():
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                               HERE / "parallel_worker.py", root / "model", root / str(ranks), *layouts], capture_output=True, text=True,
+                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.update({(ranks, layout): root / str(ranks) / layout for layout in layouts})
+    return root / "model", found
+
+
+def together(folder, name):
+    """All ranks' tensors; those that several ranks wrote must be equal."""
+    out, parts = {}, sorted(folder.glob(f"{name}-*.safetensors"))
+    assert parts, f"{folder} holds no {name}-*.safetensors"
+    for part in parts:
+        for k, t in load_file(part).items():
+            assert torch.allclose(out.setdefault(k, t), t, rtol=1e-5, atol=1e-7), f"{part}: {k} differs between ranks"
+    return out
+
+
+def everything(folder):
+    return {k: t for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}
+
+
+CASES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}ranks-{c[1]}")
+@pytest.mark.parametrize("what", ["full", "shared", "each"])
+def test_same_as_one_rank(facts, case, what):
+    got, want = together(facts[1][case], what), together(facts[1][1, "1x1x1"], what)
+    assert got.keys() == want.keys()
+    for k in want:
+        diff, size = (got[k] - want[k]).abs().max().item(), want[k].abs().max().item()
+        if k.startswith("adapter."):
+            assert diff == 0, f"{k}: exported adapters differ by {diff:.1e}"
+        elif k.startswith("logprobs."):
+            assert diff < 1e-5, f"{k}: logprobs differ by {diff:.1e}"
+        else:
+            assert diff <= 2e-5 * max(size, 0.1), f"{k}: gradients differ by {diff:.1e}, largest is {size:.1e}"
+    if what != "full":
+        assert sum(k.startswith("grad.") and bool(t.abs().max() > 0) for k, t in want.items()) == sum(k.startswith("adapter.") for k in want)
+
+
+@pytest.mark.parametrize("case", [(1, "1x1x1"), *CASES], ids=lambda c: f"{c[0]}ranks-{c[1]}")
+def test_checkpoint_round_trip_is_exact(facts, case):
+    source, found = facts
+    want = everything(source)
+    saved, streamed = everything(found[case] / "saved"), together(found[case], "stream")
+    assert want.keys() == saved.keys() == streamed.keys()
+    for k in want:
+        assert want[k].dtype == saved[k].dtype == streamed[k].dtype and torch.equal(want[k], saved[k]) and torch.equal(want[k], streamed[k]), k
+    assert (found[case] / "saved" / "config.json").read_text() == (source / "config.json").read_text()
+    assert not list(found[case].glob("*.partial"))

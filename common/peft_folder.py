@@ -1,0 +1,107 @@
+"""An adapter under neutral keys <-> a PEFT folder that both `peft` and vLLM load. Needs neither of them, nor megatron-core.
+
+Routed experts are written under per-expert names, the only layout both take as it is: vLLM packs it, and peft turns it into the fused
+3-D parameters of transformers 5 on loading (so a shared adapter is repeated for each expert). While doing so peft reads gate_proj, up_proj
+and down_proj in `target_modules` as the routed experts alone and would silently drop the adapters of the dense MLP and the shared expert
+(0.21.2): those are named as `target_parameters`.
+"""
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import torch
+
+from .cli import Stop
+
+PREFIX, FILE = "base_model.model.model.", "adapter_model.safetensors"
+NAME = re.compile(r"base_model\.model\.model\.(layers\.\d+\.(?:self_attn|mlp)\.(?:shared_experts\.)?)(experts\.(\d+)\.)?(\w+)\.(lora_[AB])\.weight$")
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def save_peft(tensors, hf_config, rank, folder, base_model):
+    """Write `folder` from the whole adapter {neutral key: tensor}, alpha / r folded into B (so lora_alpha = r = `rank`), replacing an older
+    one. The folder appears complete or not at all. base_model: name or path for adapter_config.json."""
+    folder = Path(folder)
+    partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
+    n, experts, rows = hf_config.n_routed_experts, "none", []
+    for key, t in tensors.items():
+        have = t.shape[-2 if key.endswith("lora_A") else -1]
+        if have != rank:
+            raise Stop(f"adapter tensor {key} of shape {list(t.shape)} has rank {have}, not {rank}")
+        if ".mlp.experts." in key:
+            experts = "each" if t.ndim == 3 else "shared"
+            head, leaf = key.split(".experts.")
+            rows += [(f"{PREFIX}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t) for e in range(n)]
+        else:
+            rows.append((f"{PREFIX}{key}.weight", t))
+    leaves = {(".mlp.experts." in k, k.rpartition(".")[0].rpartition(".mlp.")[2].removeprefix("experts."), ".mlp." in k) for k in tensors}
+    config = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_model), r=rank, lora_alpha=rank, lora_dropout=0.0, bias="none",
+        target_modules=sorted({leaf.rpartition(".")[2] for routed, leaf, mlp in leaves if routed or not mlp}),
+        target_parameters=sorted(f"{'mlp.' * ('.' not in leaf)}{leaf}.weight" for routed, leaf, mlp in leaves if mlp and not routed),
+        use_rslora=False, use_dora=False, fan_in_fan_out=False, init_lora_weights=True, inference_mode=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(partial / FILE, rows, {"format": "pt", "experts": experts})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except OSError as error:
+        raise Stop(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(file, rows, metadata):
+    """A safetensors file, tensor by tensor: the library's own writer wants a copy of a shared adapter for every expert in memory (at
+    GLM-5.3's size and rank 32 that is 31 GB). Format: 8 bytes header length, JSON header, the tensors' bytes."""
+    header, end = {"__metadata__": metadata}, 0
+    for name, t in rows:
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+        end += t.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with open(file, "wb") as f:
+        f.write(struct.pack("<Q", len(head)) + head)
+        for _, t in rows:
+            f.write(t.detach().cpu().contiguous().view(torch.uint8).numpy())
+
+
+def load_peft(folder):
+    """The inverse of `save_peft`: {neutral key: tensor} with alpha / r folded into B. Experts come back as one adapter where the file says
+    that it repeats one, else stacked. Stop for a file that is no plain LoRA of per-expert names."""
+    from safetensors import safe_open
+    folder = Path(folder)
+    if not (folder / FILE).is_file() or not (folder / "adapter_config.json").is_file():
+        raise Stop(f"{folder} is no adapter folder: it needs {FILE} and adapter_config.json")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
+        if config.get(key):
+            raise Stop(f"{folder / 'adapter_config.json'}: {key} is {config[key]!r}, but only plain LoRA is read")
+    scale, out, experts = config["lora_alpha"] / config["r"], {}, {}
+    with safe_open(folder / FILE, "pt") as f:
+        shared = (f.metadata() or {}).get("experts") == "shared"
+        for name in f.keys():
+            if not (found := NAME.match(name)):
+                raise Stop(f"{folder / FILE}: {name} is no adapter of GLM-5.3 under per-expert names")
+            head, routed, expert, leaf, side = found.groups()
+            t = f.get_tensor(name)
+            t = t * scale if side == "lora_B" and scale != 1 else t
+            if not routed:
+                out[f"{head}{leaf}.{side}"] = t
+            elif not shared:
+                experts.setdefault(f"{head}experts.{leaf}.{side}", {})[int(expert)] = t
+            elif not torch.equal(out.setdefault(f"{head}experts.{leaf}.{side}", t), t):
+                raise Stop(f"{folder / FILE}: {name} differs from another expert's, but the file says that one adapter is shared")
+    for key, each in experts.items():
+        if sorted(each) != list(range(len(each))):
+            raise Stop(f"{folder / FILE}: {key} has adapters for {len(each)} experts, not numbered from 0 without gaps")
+        out[key] = torch.stack([each[e] for e in range(len(each))])
+    return out
