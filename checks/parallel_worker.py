@@ -1,10 +1,14 @@
-"""One rank of checks/test_parallel.py: loads a checkpoint under several layouts and writes down what must not depend on the layout.
+"""The ranks of checks/test_parallel.py: load a checkpoint under several layouts and write down what must not depend on the layout.
 
-    torchrun --nproc-per-node 2 checks/parallel_worker.py CHECKPOINT OUT TPxPPxEP [TPxPPxEP ...]
+    python checks/parallel_worker.py CHECKPOINT OUT RANKS:TPxPPxEP [RANKS:TPxPPxEP ...]       # what is left of the ranks is data parallel
+
+Ranks are forked once the imports, most of the time of a short test, are done. Importable too: start, model, packed for one rank.
 """
 import os
 import shutil
+import signal
 import sys
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -33,12 +37,9 @@ LENGTHS = [[24, 5, 35], [40, 8, 16], [17, 31, 16], [52, 12]]       # four microb
 
 
 def start(tp=1, pp=1, ep=1):
-    """mcore's groups for this layout in this process, which may be alone."""
+    """mcore's groups for this layout; a process that has joined no others is alone."""
     if not dist.is_initialized():
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
@@ -126,7 +127,7 @@ def measure(folder, out, tp=1, pp=1, ep=1):
         cfg, built = model(folder, tp, pp, ep)
         logprobs.return_hidden(built, cfg)
         lora.add(built, cfg, rank=4, alpha=6, experts=mode)
-        lora.perturb(built, cfg, std=0.5, seed=3)
+        lora.perturb(built, cfg, std=0.05, seed=3)
         lps = step(cfg, built, list(micro.values()), backward=True)
         adapter = lora.export(built, cfg, torch.float32)
         everywhere = [adapter]
@@ -144,8 +145,38 @@ def measure(folder, out, tp=1, pp=1, ep=1):
         note(mode, {**{f"adapter.{k}": v for k, v in adapter.items()}, **{f"grad.{k}": v for k, v in grads.items()}}, lps)
 
 
+def run(ranks, layouts, folder, out):
+    """Measure `layouts` with `ranks` forked processes; where one fails the others are ended and its traceback is on stderr."""
+    meeting, children = Path(out) / f"meeting-{ranks}", []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                dist.init_process_group("gloo", store=dist.FileStore(str(meeting), ranks), rank=rank, world_size=ranks)
+                for layout in layouts:
+                    measure(folder, Path(out) / f"{ranks}-{layout}", *map(int, layout.split("x")))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            raise SystemExit(f"one of {ranks} ranks failed")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for layout in sys.argv[3:]:
-        measure(sys.argv[1], Path(sys.argv[2]) / layout, *map(int, layout.split("x")))
-    dist.destroy_process_group()
+    by_ranks = {}
+    for argument in sys.argv[3:]:
+        n, _, text = argument.partition(":")
+        by_ranks.setdefault(int(n), []).append(text)
+    Path(sys.argv[2]).mkdir(parents=True, exist_ok=True)
+    for n, todo in by_ranks.items():
+        run(n, todo, sys.argv[1], sys.argv[2])
