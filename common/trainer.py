@@ -260,7 +260,7 @@ class TrainerRank:
             state[f"optim.{name}"] = tensor
         state["updates"], state["rng"] = torch.tensor(self.updates), torch.get_rng_state()
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        save_file({k: v.cpu().contiguous() for k, v in state.items()}, folder / "ranks" / f"{self.rank:05d}.safetensors",
+        save_file({k: v.cpu().clone() for k, v in state.items()}, folder / "ranks" / f"{self.rank:05d}.safetensors",
                   {"layout": f"{self.world} {self.layout}"})
         self.export(folder)
 

@@ -202,7 +202,7 @@ def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p
     rollouts = spread(sampler, prompts, seeds, max_tokens, temperature, top_p)
     for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
         text = tok.decode(rollout["tokens"], skip_special_tokens=False)
-        grade = rewards.grade(text, row["answer"])
+        grade = rewards.grade(text, row["answer"], in_think=row["opens_think"])
         rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted, is_correct=grade.correct)
     return rollouts
 
@@ -215,6 +215,7 @@ def evaluate(run, step, sampler, tok, rows, cfg):
     right, cut = (np.array([r[k] for r in rollouts], dtype=float) for k in ("is_correct", "is_truncated"))
     lines = [json.dumps({"id": r["id"], "text": r["text"], "tokens": len(r["tokens"]), "is_truncated": r["is_truncated"], "extracted": r["extracted"],
                          "is_correct": r["is_correct"]}) for r in rollouts]
+    (run.folder / "eval").mkdir(exist_ok=True)
     cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "\n".join(lines) + "\n")
     p = right.reshape(len(rows), -1).mean(1)
     found = {"eval/accuracy": right.mean(), "eval/stderr": float(np.sqrt((p * (1 - p)).sum() / cfg.eval_samples) / len(rows)),
@@ -270,6 +271,8 @@ def read(path, tok, max_prompt_tokens):
     """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
     from data.arithmetic import encode
     rows = [{**row, "prompt_tokens": encode(tok, row["prompt"])} for row in dataset.load(path, ("id", "prompt", "answer"))]
+    for row in rows:                                          # GLM's template opens the thinking block: an answer must close it to count
+        row["opens_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
     kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
     if len(kept) < len(rows):
         print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens and are left out")
