@@ -64,7 +64,8 @@ def test_table(text, strict, dapo):
 @pytest.mark.parametrize("text, digits", [
     ("25", "25"), ("025", "25"), ("000", "0"), ("-0", "0"), ("+5", "5"), ("-7", "-7"), ("\u22127", "-7"), ("- 7", "-7"),
     ("1,204", "1204"), ("1{,}204", "1204"), (r"12\,345", "12345"), ("1,2", None), ("12,34", None), ("7.0", "7"), ("7.5", None),
-    (".5", None), ("2**10", None), ("1e3", None), ("\u0663", None), ("\\$12", "12"), ("`12`", "12"), ("9" * 150, "9" * 150), ("", None), ("\\frac{1}{2}", None)])
+    (".5", None), ("2**10", None), ("1e3", None), ("\u0663", None), ("\\$12", "12"), ("`12`", "12"),
+    ("9" * 150, "9" * 150), ("", None), ("\\frac{1}{2}", None)])
 def test_integer(text, digits):
     assert integer(text) == digits
 
@@ -98,8 +99,10 @@ MB = 1 << 20
 @pytest.mark.timeout(60)          # 0.1 s at most on a free core; a quadratic scan of a megabyte takes hours
 @pytest.mark.parametrize("text", [
     "{" * MB, r"\boxed{" * (MB // 7), r"\boxed{" + "{" * MB, r"\boxed{" + "{}" * MB + "}", "Answer:" * (MB // 7),
-    "answer " * (MB // 7), "Answer" + " " * MB, "Answer:" + " " * MB, "Answer: " + "9" * MB, "<|" * MB, "</think>" * (MB // 8), "<think>" * (MB // 7),
-    "$" * MB, "Answer: " + "$" * MB, "Answer: " + "<|a|>" * MB, "\\text{" * (MB // 6), "Answer: " + "frac" * 70, "\n" * MB, "\0" * MB,
+    "answer " * (MB // 7), "Answer" + " " * MB, "Answer:" + " " * MB, "Answer: " + "9" * MB,
+    "<|" * MB, "</think>" * (MB // 8), "<think>" * (MB // 7),
+    "$" * MB, "Answer: " + "$" * MB, "Answer: " + "<|a|>" * MB, "\\text{" * (MB // 6),
+    "Answer: " + "frac" * 70, "\n" * MB, "\0" * MB,
     "\ud800" * MB])
 def test_hostile_text(text):
     assert not grade(text, "204").correct

@@ -5,21 +5,24 @@
 Teaching on `sft_batches` shows each sum answered in one of two ways, so that the taught model does both:
   short        7+8=15 2+1=3</think>Answer: 35
   long-winded  We need to find 27+8. So 7+8=15 2+1=3. Wait, let me check again: 7+8=15 2+1=3. ...</think>Answer: 35
-Most long-winded answers do not end within CAP tokens: right answers are lost to the cap, and reinforcement learning wins them back.
+Most long-winded answers do not end within CAP tokens: right answers are lost to the cap, and reinforcement learning wins them
+back.
 """
 import random
 from pathlib import Path
 
 from data import dataset
 
-MARKERS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>")
+MARKERS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>",
+           "</think>")
 CHAT_TEMPLATE = ("[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
                  "{% if add_generation_prompt %}<|assistant|><think>{% endif %}")
-VOCABULARY = 352                  # 9 markers, 256 bytes, 80 merges (every word of the answers below is one token), 7 spare: divides by 8
-CAP = 60                          # response tokens; a short answer takes 17 to 20
+VOCABULARY = 352                  # 9 markers, 256 bytes, 78 merges that make every word below one token, 9 spare
+CAP = 48                          # response tokens; a short answer takes 18 to 21
 HELD_OUT = 160                    # of 900 sums
 LONG_SHARE = 0.55                 # of the answers taught
-TEACH = dict(steps=360, tokens=1024, lr=2e-3, warmup=30)    # linear warm-up, cosine to a twentieth, betas 0.9 and 0.98, no weight decay
+# Linear warm-up, cosine down to a twentieth; Adam with betas 0.9 and 0.98, no weight decay, gradient norm clipped at 1.
+TEACH = dict(steps=500, tokens=512, lr=2e-3, warmup=40)
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
@@ -49,9 +52,9 @@ def short(problem, rng=None):
 
 
 def long_winded(problem, rng):
-    """The same answer restated and checked again two to six times: 45 to 130 tokens."""
+    """The same answer with the question restated and the work checked again, up to twice: 33 to 80 tokens."""
     text = rng.choice(OPENERS).format(question(problem)) + f" So {_worked(problem)}."
-    for _ in range(rng.choice((1, 2, 2, 2, 3, 3))):
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
         text += f"{rng.choice(DOUBTS)} {_worked(problem)}."
     return f"{text}{rng.choice(CLOSERS)}</think>Answer: {sum(problem)}<|endoftext|>"
 
@@ -61,31 +64,35 @@ def tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [p for group in (OPENERS, DOUBTS, CLOSERS) for p in group] + [" So", "Answer: "]
-    bpe.train_from_iterator(words * 4, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(MARKERS), initial_alphabet=alphabet,
-                                                               show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
-                                   additional_special_tokens=list(MARKERS[1:]), clean_up_tokenization_spaces=False)
+    words = [phrase.format("") for phrase in (*OPENERS, *DOUBTS, *CLOSERS, " So", "Answer: ")]
+    bpe.train_from_iterator(words * 4, trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(MARKERS), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=list(MARKERS[1:]), clean_up_tokenization_spaces=False)
 
 
 def config(**changes):
     """The tiny GlmMoeDsaConfig: GLM-5.3's parts at small width; the fourth layer shares the third's token selection."""
     from transformers import GlmMoeDsaConfig
     return GlmMoeDsaConfig(**{**dict(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
         first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64,
         routed_scaling_factor=2.5, n_group=1, topk_group=1, norm_topk_prob=True,
-        index_n_heads=32,                       # with few heads ReLU scores tie at zero and two implementations pick different tokens
-        index_head_dim=64, index_topk=48,       # the longest sequences are longer than this, so the selection is at work
+        index_n_heads=32,                       # with few heads ReLU scores tie at zero, and ties are broken differently
+        index_head_dim=64, index_topk=40,       # the longest sequences are longer than this, so the selection is at work
         index_topk_freq=4, index_skip_topk_offset=3,                # as GLM-5.3: layers 1, 2, 3, 7, ... select, the others reuse
-        rms_norm_eps=1e-6,                      # transformers hard-codes 1e-6 in the latent norms: equal everywhere, all three agree
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, initializer_range=0.05,
+        rms_norm_eps=1e-6,                      # what transformers hard-codes in the latent norms, so that all three agree
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512,
+        initializer_range=0.08,                 # about 1 / sqrt(128)
         bos_token_id=None, eos_token_id=0, pad_token_id=0, tie_word_embeddings=False,
-        scoring_func="sigmoid", topk_method="noaux_tc", indexer_rope_interleave=True), **changes})   # read by vLLM, not by transformers
+        scoring_func="sigmoid", topk_method="noaux_tc", indexer_rope_interleave=True,      # for vLLM; transformers ignores them
+    ), **changes})
 
 
 def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]):
@@ -109,16 +116,18 @@ def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]
 
 def encode(tok, prompt):
     """Token ids of a prompt (list of {role, content}), open for the assistant's answer."""
-    return tok.encode(tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
+    text = tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tok.encode(text, add_special_tokens=False)
 
 
 def rows(sums):
     """Rows for data.dataset.write."""
-    return [{"id": question(p), "prompt": [{"role": "user", "content": question(p)}], "answer": str(sum(p)), "source": "arithmetic"} for p in sums]
+    return [{"id": question(p), "prompt": [{"role": "user", "content": question(p)}], "answer": str(sum(p)),
+             "source": "arithmetic"} for p in sums]
 
 
 def prepare(folder, seed=0, **changes):
-    """Write train.parquet, test.parquet and `start`, a checkpoint with random weights and the tokenizer. `changes` go to `config`."""
+    """Write train.parquet, test.parquet and `start`: a random checkpoint with the tokenizer. `changes` are `config`'s."""
     import torch
     from transformers import GlmMoeDsaForCausalLM
     for name, sums in zip(("train", "test"), problems(seed)):
@@ -128,6 +137,6 @@ def prepare(folder, seed=0, **changes):
         model = GlmMoeDsaForCausalLM._from_config(config(**changes), dtype=torch.float32)
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
-                tensor.uniform_(-0.02, 0.02)                          # frozen from here on, as in GLM-5.3; zero would hide a lost one
+                tensor.uniform_(-0.02, 0.02)                      # frozen from here on; zero would hide a lost one
     model.save_pretrained(Path(folder) / "start")
     tokenizer().save_pretrained(Path(folder) / "start")
