@@ -26,7 +26,7 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): $(REQUIREMENTS)
+$(INSTALLED):
 	@rm -f .venv/installed-*
 	@if ! $(PYTHON) -c 'import sys, pip; assert sys.version_info[:2] == (3, 12)' 2>/dev/null; then \
 	    for python in python3.12 python3 python none; do \
