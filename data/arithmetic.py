@@ -20,9 +20,9 @@ CHAT_TEMPLATE = ("[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>{{ m['co
 VOCABULARY = 352                  # 9 markers, 256 bytes, 78 merges that make every word below one token, 9 spare
 CAP = 48                          # response tokens; a short answer takes 18 to 21
 HELD_OUT = 160                    # of 900 sums
-LONG_SHARE = 0.55                 # of the answers taught
+LONG_SHARE = 0.52                 # of the answers taught
 # Linear warm-up, cosine down to a twentieth; Adam with betas 0.9 and 0.98, no weight decay, gradient norm clipped at 1.
-TEACH = dict(steps=500, tokens=512, lr=2e-3, warmup=40)
+TEACH = dict(steps=600, tokens=512, lr=2e-3, warmup=40)
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
