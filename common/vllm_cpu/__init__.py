@@ -3,7 +3,7 @@
     os.environ.update(vllm_cpu.ENV)                                # before vllm and torch are imported
     llm = LLM(model=folder, max_model_len=..., **vllm_cpu.engine_args("float32"))
 
-`experts` routed experts and fast LoRA, `glm5p3` the model with its DSA indexer, `worker` the class that vLLM starts in every process.
+`experts` experts and fast LoRA, `glm5p3` the model with its DSA indexer, `worker` the class that vLLM starts in every process.
 Retired when vLLM's CPU backend serves GlmMoeDsaForCausalLM with LoRA itself: drop the folder, keep the tests.
 """
 VERSION = "0.32.0"                                # the only version these classes were tested with
@@ -21,14 +21,14 @@ ENV = {
 
 
 def install() -> bool:
-    """Register the CPU classes with vLLM in this process; True on CPU, False (and nothing done) where vLLM drives a GPU. Idempotent."""
+    """Register the CPU classes with vLLM in this process, once. True on CPU; False, and nothing done, where vLLM drives a GPU."""
     import torch._dynamo
-    torch._dynamo.config.disable = True           # vLLM compiles small helpers with g++ at the first request: 15 s, more than they ever save
     from vllm import ModelRegistry, __version__
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return False
+    torch._dynamo.config.disable = True           # vLLM would run g++ for small helpers at the first request: 15 s, never won back
     from common.cli import Stop
     from common.vllm_cpu import experts, glm5p3
 
@@ -41,7 +41,7 @@ def install() -> bool:
 
 
 def engine_args(dtype: str) -> dict:
-    """Arguments of vllm.LLM that a correct answer on CPU needs, dtype "float32" or "bfloat16"; only the dtype where a GPU is found."""
+    """Arguments of vllm.LLM that the CPU needs; dtype is "float32" or "bfloat16", and all there is where a GPU is found."""
     if not install():
         return {"dtype": dtype}
     return {
