@@ -1,0 +1,250 @@
+"""A real vLLM engine and a real trainer rank in one process: what is published is what is sampled, family by family, and faults are caught.
+
+DTYPE=bfloat16 runs the families on a bf16 engine (checks/test_handoff_bf16.py does, in a process of its own).
+"""
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
+
+from checks import logprob_parity
+from checks.local import Local
+from common import lora, sync
+from common.batch import merge
+from common.cli import Stop
+from common.receive import kind
+from common.sampler import SamplerEngine
+from data import arithmetic
+
+DTYPE = os.environ.get("DTYPE", "float32")
+# float32: rounding only. bf16: the model's own noise at random weights, far below what a missing adapter changes (asserted beside it).
+MEAN, MAX = {"float32": (2e-6, 5e-5), "bfloat16": (0.03, 0.6)}[DTYPE]
+ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"]
+FAMILIES = {**{name: [name] for name in ATTENTION}, "dense": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+            "shared expert": [f"mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")],
+            "routed experts": [f"mlp.experts.{p}_proj" for p in ("gate", "up", "down")], "all": None}
+only_float32 = pytest.mark.skipif(DTYPE != "float32", reason="float32 alone is enough for what this test shows")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("handoff")
+    arithmetic.prepare(path)
+    return path / "start"
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    # prompts longer than a batch: their prefill comes in chunks
+    return SamplerEngine(folder, dtype=DTYPE, max_model_len=192, max_num_seqs=16, max_num_batched_tokens=64, lora_rank=16)
+
+
+@pytest.fixture(scope="module", params=["shared", "each"])
+def trainer(request, folder, tmp_path_factory):
+    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=lora.TARGETS, experts=request.param, lr=1e-3)
+    rank.load(tmp_path_factory.mktemp("rendezvous") / "file")
+    yield rank
+    mpu.destroy_model_parallel()
+
+
+@pytest.fixture()
+def prompts():
+    g = np.random.default_rng(3)
+    return [g.integers(9, arithmetic.VOCABULARY, n).tolist() for n in (4, 21, 90)]       # index_topk is 48
+
+
+def next_version(engine):
+    return engine.version + 1
+
+
+def set_family(trainer, kinds, size=0.5):
+    """Noise in the lora_B of the given kinds of module (None: all), zero in the others."""
+    g = torch.Generator().manual_seed(1)
+    for key, view in lora.named(trainer.model, trainer.cfg):
+        if key.endswith("lora_B"):
+            view.copy_(torch.randn(view.shape, generator=g) * size / 8 if kinds is None or kind(key)[:-len(".lora_B")] in kinds else torch.zeros(()))
+
+
+def scored(trainer, engine, prompts, seed=0):
+    """(decode gap, prefill gap, trainer's logp) over fresh answers: arrays over all response tokens."""
+    answers = engine.generate(prompts, [seed, seed + 1, seed + 2], 24)
+    batch = {"tokens": [np.concatenate([p, a["tokens"]]) for p, a in zip(prompts, answers)], "n_prompt": [len(p) for p in prompts]}
+    mine = merge([trainer.logprobs(batch)], len(prompts))
+    theirs = engine.score(batch["tokens"], batch["n_prompt"])
+    gap = lambda xs: np.abs(np.concatenate(xs) - np.concatenate(mine))                                       # noqa: E731
+    return gap([a["logp"] for a in answers]), gap(theirs), batch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_equals_trainer(trainer, engine, prompts, family):
+    set_family(trainer, [])
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    _, _, batch = scored(trainer, engine, prompts)
+    without = engine.score(batch["tokens"], batch["n_prompt"])
+    set_family(trainer, FAMILIES[family])
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    moved = np.abs(np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])) - np.concatenate(without))
+    assert moved.mean() > max(3 * MEAN, 3e-3), f"the adapter shows too little ({moved.mean():.1e}) for this test to mean anything"
+    for seed in (0, 10):                    # the second time with the prompts' prefix in the cache
+        decode, prefill, _ = scored(trainer, engine, prompts, seed)
+        for what, gap in (("decode", decode), ("prefill", prefill)):
+            assert gap.mean() <= MEAN and gap.max() <= MAX, f"{family}, {what}: mean {gap.mean():.2e}, max {gap.max():.2e}"
+
+
+def check(trainer, engine, prompts):
+    return logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16, version=engine.version, say=lambda *_: None)
+
+
+def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine, prompts):
+    set_family(trainer, None, 0.1)
+    before = [view.clone() for _, view in lora.named(trainer.model, trainer.cfg)]
+    report = check(trainer, engine, prompts)
+    assert report["passed"], report["why"]
+    assert all(torch.equal(a, view) for a, (_, view) in zip(before, lora.named(trainer.model, trainer.cfg)))
+    stale = next(r for r in report["rows"] if r["what"] == "stale, must disagree")
+    assert stale["mean"] > 5 * report["tolerance"][0]
+
+
+def faulty_export(monkeypatch, change):
+    real = lora.export
+    monkeypatch.setattr(lora, "export", lambda model, cfg, dtype: change(dict(real(model, cfg, dtype))))
+
+
+def dropped(tensors):
+    return {k: t for k, t in tensors.items() if k != "layers.2.self_attn.q_b_proj.lora_B"}
+
+
+def dropped_family(tensors):
+    return {k: t for k, t in tensors.items() if ".q_b_proj." not in k}
+
+
+def scaled(tensors):
+    return {k: t * 2 if k.endswith("lora_B") else t for k, t in tensors.items()}
+
+
+def swapped(tensors):
+    return {k: t[[1, 0, *range(2, len(t))]] if t.ndim == 3 else t for k, t in tensors.items()}
+
+
+def gate_is_up(tensors):
+    other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    return {k: tensors[k.replace(n, other[n])] if (n := k.split(".")[-2]) in other else t for k, t in tensors.items()}
+
+
+def one_layer_stale(tensors):
+    return {k: torch.zeros_like(t) if k.startswith("layers.3.") and k.endswith("lora_B") else t for k, t in tensors.items()}
+
+
+@only_float32
+@pytest.mark.parametrize("fault", [dropped, dropped_family, scaled, swapped, gate_is_up, one_layer_stale])
+def test_five_steps_catch_what_the_checksums_cannot_know(trainer, engine, prompts, monkeypatch, fault):
+    if fault is swapped and trainer.lora["experts"] != "each":
+        pytest.skip("all experts of a layer share one adapter: there is nothing to swap")
+    set_family(trainer, [])                 # as at the start of a run: every fault is invisible in step 1
+    faulty_export(monkeypatch, fault)
+    if fault is dropped:
+        with pytest.raises(Stop, match="1 modules would keep no adapter, their tensors are missing: layers.2.self_attn.q_b_proj"):
+            check(trainer, engine, prompts)
+        return
+    report = check(trainer, engine, prompts)
+    assert not report["passed"] and "step 5" in report["why"][0], report["why"]
+
+
+@only_float32
+def test_five_steps_catch_a_stale_version_that_answers_as_if_new(trainer, engine, prompts, monkeypatch):
+    set_family(trainer, [])
+    real, changed = SamplerEngine.commit, engine.version + 2
+
+    def commit(self, version):
+        request = self.request
+        answer = real(self, version)
+        if version == changed:
+            self.request = request                       # acknowledged, installed, and not used
+        return answer
+    monkeypatch.setattr(SamplerEngine, "commit", commit)
+    report = check(trainer, engine, prompts)
+    assert not report["passed"] and "step 5" in report["why"][0], report["why"]
+
+
+GUARDS = {
+    "a tensor without a module": (lambda t: {**t, "layers.9.self_attn.o_proj.lora_A": t["layers.0.self_attn.o_proj.lora_A"],
+                                             "layers.9.self_attn.o_proj.lora_B": t["layers.0.self_attn.o_proj.lora_B"]}, "2 of .* tensors match no module"),
+    "a router adapter": (lambda t: {**t, "layers.1.mlp.gate.lora_A": torch.zeros(8, 128), "layers.1.mlp.gate.lora_B": torch.zeros(8, 8)}, "never applies it"),
+    "a wrong shape": (lambda t: {**t, "layers.0.self_attn.o_proj.lora_B": t["layers.0.self_attn.o_proj.lora_B"][:-1]}, r"shape \(127, 8\), its slot takes \(128, 8\)"),
+    "A and B exchanged": (lambda t: {**t, "layers.0.self_attn.o_proj.lora_A": t["layers.0.self_attn.o_proj.lora_B"]}, r"o_proj.lora_A has shape \(128, 8\)"),
+}
+
+
+@only_float32
+@pytest.mark.parametrize("case", GUARDS)
+def test_a_bundle_that_does_not_fit_is_refused_and_the_old_version_serves_on(trainer, engine, prompts, monkeypatch, case):
+    set_family(trainer, None)
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    _, _, batch = scored(trainer, engine, prompts)
+    before, version = engine.score(batch["tokens"], batch["n_prompt"]), engine.version
+    change, sentence = GUARDS[case]
+    set_family(trainer, None, 2.0)
+    faulty_export(monkeypatch, change)
+    with pytest.raises(Stop, match=f"was not published, the samplers keep the version before it.*{sentence}"):
+        sync.publish(Local(trainer), Local(engine), version + 1)
+    after = engine.score(batch["tokens"], batch["n_prompt"])
+    assert engine.version == version and all(np.array_equal(a, b) for a, b in zip(before, after))
+
+
+@only_float32
+def test_old_versions_other_base_models_and_cut_transfers_are_refused(trainer, engine, monkeypatch, tmp_path):
+    set_family(trainer, None)
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    with pytest.raises(Stop, match=f"version {engine.version} is not newer than version {engine.version}"):
+        sync.publish(Local(trainer), Local(engine), engine.version)
+    monkeypatch.setattr(trainer, "base", "0123456789abcdef")
+    with pytest.raises(Stop, match="adapts base model 0123456789abcdef, this sampler serves"):
+        sync.publish(Local(trainer), Local(engine), next_version(engine))
+    monkeypatch.undo()
+    real = sync.SharedMemory.offer
+
+    def cut(self, flat):
+        ticket = real(self, flat)
+        os.truncate(ticket["path"], flat.numel() // 2)
+        return ticket
+    monkeypatch.setattr(sync.SharedMemory, "offer", cut)
+    with pytest.raises(Stop, match=r"arrived with \d+ of \d+ bytes"):
+        sync.publish(Local(trainer), Local(engine), next_version(engine))
+
+
+@only_float32
+def test_versions_of_tokens_slots_and_base_requests(trainer, engine, prompts):
+    set_family(trainer, None)
+    serving, engine.request = engine.request, None                        # a request without adapter
+    base = engine.score([p + [5, 6, 7] for p in prompts], [len(p) for p in prompts])
+    engine.request = serving
+    for _ in range(5):
+        sync.publish(Local(trainer), Local(engine), next_version(engine))
+        assert all((a["versions"] == engine.version).all() for a in engine.generate(prompts, [1, 2, 3], 4))
+    adapters = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+    assert len(adapters._registered_adapters) <= 2 and engine.version + 1 in adapters.lora_index_to_id, "old versions are let go"
+    engine.request = None
+    again = engine.score([p + [5, 6, 7] for p in prompts], [len(p) for p in prompts])
+    engine.request = serving
+    assert all(np.array_equal(a, b) for a, b in zip(base, again)), "a base request must not see an adapter"
+    engine.request = None
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+
+
+@only_float32
+def test_sampled_logprobs_are_those_of_the_sampled_distribution(trainer, engine, prompts):
+    """At temperature 0.5 and top-p 0.8 the answer's log-probabilities must be renormalised over what could be drawn (float64 reference)."""
+    set_family(trainer, None)
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    answer = engine.generate(prompts[:1], [7], 1, 0.5, 0.8)[0]
+    vocabulary = range(arithmetic.VOCABULARY)
+    logits = np.array([engine.score([prompts[0] + [t]], [len(prompts[0])])[0][0] for t in vocabulary], dtype=np.float64)
+    p = np.exp(logits / 0.5)
+    p /= p.sum()
+    order = np.argsort(-p)
+    kept = order[:int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
+    token = int(answer["tokens"][0])
+    assert token in kept and abs(answer["logp"][0] - np.log(p[token] / p[kept].sum())) < 1e-4
