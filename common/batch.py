@@ -13,7 +13,7 @@ def deal(lengths, n):
 
 def micro_count(lengths, max_tokens):
     """The smallest number of hands for which `deal` keeps every hand within max_tokens (or at a single longer sequence)."""
-    n = max(1, -(-sum(lengths) // max_tokens))
+    n = max(1, -(-sum(min(n, max_tokens) for n in lengths) // max_tokens))
     while n < len(lengths) and any(len(h) > 1 and sum(lengths[i] for i in h) > max_tokens for h in deal(lengths, n)):
         n += 1
     return n

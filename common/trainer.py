@@ -5,7 +5,6 @@ A batch is a dict of lists with one entry per sequence: "tokens" (int array: pro
 is either a number per sequence or an array with a number per response token, and reaches `policy_loss` flattened to (N,), where N
 counts the packed response tokens of a micro-batch.
 """
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -139,17 +138,18 @@ class TrainerRank:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._run(micros, loss_of)
-        ok, grad_norm, _ = self.optimizer.step()
-        grad_norm = float(grad_norm)
-        if not ok or not math.isfinite(grad_norm):
-            raise Stop(f"the gradient norm of update {self.updates + 1} is {grad_norm}: nothing was learned from it, the weights before it are kept")
+        bad = torch.tensor([float(not torch.isfinite(b.grad_data.sum())) for b in self.ddp.buffers + self.ddp.expert_parallel_buffers]).amax().to(device())
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad:
+            raise Stop(f"update {self.updates + 1} has a gradient that is not finite: it was not applied, the weights before it are kept")
+        _, grad_norm, _ = self.optimizer.step()
         self.updates += 1
         if not mpu.is_pipeline_last_stage():
             return None
         names = sorted(sums)
         total = torch.tensor([sums[n] for n in names], dtype=torch.float64, device=device())
         dist.all_reduce(total, group=mpu.get_data_parallel_group())
-        return {**dict(zip(names, total.tolist())), "grad_norm": grad_norm, "lr": lr}
+        return {**dict(zip(names, total.tolist())), "grad_norm": float(grad_norm), "lr": lr}
 
     def _logp(self, hidden, micro):
         """(logp, entropy) of the response tokens, (N,) each. hidden: (1, tokens, h)."""
