@@ -114,7 +114,7 @@ class Config:
 # Smaller in the rehearsal: the model (2M parameters, taught to add), the problems, lengths, batch, rank and layout; larger: learning rate.
 PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32, prompts_per_step=32, group_size=8,
-    max_response_tokens=60, overlong_buffer=30, lr=3e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
+    max_response_tokens=48, overlong_buffer=24, lr=3e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
     max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=1, save_every=5,
     name="rehearse")}
 

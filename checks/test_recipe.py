@@ -1,0 +1,170 @@
+"""The recipe as its users run it: a subprocess. Plans and bad inputs first (no engine), then runs in rehearsal: straight, killed, resumed."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "dapo_glm5p3_lora.py"
+SMALL = ["--rehearse", "--steps", "4", "--prompts-per-step", "8", "--group-size", "4", "--save-every", "2", "--eval-every", "4", "--wandb", "off"]
+
+
+def run(*args, cwd, script=RECIPE, timeout=600):
+    """(exit code, stdout, stderr) of the recipe."""
+    found = subprocess.run([sys.executable, script, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return found.returncode, found.stdout, found.stderr
+
+
+def one_sentence(err):
+    lines = [line for line in err.splitlines() if line.strip()]
+    return lines[-1] if lines and "Traceback" not in err else pytest.fail(f"not one sentence:\n{err[-2000:]}")
+
+
+def test_help_and_plan_need_no_torch(tmp_path):
+    code = f"import sys; sys.argv = ['x', '--plan', '--rehearse']; sys.path.insert(0, {str(ROOT)!r})\n" \
+           "from recipes import dapo_glm5p3_lora as r\nassert r.main() == 0\n" \
+           "assert not {'torch', 'vllm', 'ray', 'transformers', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    code, out, _ = run("--help", cwd=tmp_path)
+    assert code == 0 and "--group-size 16" in out and "answers per prompt" in out
+
+
+def test_plan_of_the_published_run(tmp_path):
+    code, out, _ = run("--plan", cwd=tmp_path)
+    lines = out.splitlines()
+    assert code == 2 and lines[-1] == "plan: 3 problems" and not list(tmp_path.iterdir())
+    assert any("128 prompts x 16 = 2,048" in line for line in lines) and any("32 ranks: TP 8 x EP 8 x PP 1, DP 4" in line for line in lines)
+    assert any("20 steps x 4 = 80, each on 32 x 16 = 512 answers" in line for line in lines)
+    for missing in ("no model folder zai-org/GLM-5.3-BF16", "no data file data/dapo_math.parquet", "no data file data/aime_2024.parquet"):
+        assert any(missing in line for line in lines)
+
+
+@pytest.mark.parametrize("args, sentence", [
+    (["--updates-per-step", "3"], "32 prompts do not divide into 3 updates"),
+    (["--tp", "4"], "2 trainer ranks do not divide into TP 4 x PP 1"),
+    (["--ep", "3"], "2 ranks of a pipeline stage do not divide into EP 3"),
+    (["--lora-rank", "12"], "vLLM has no slots for LoRA rank 12"),
+    (["--overlong-buffer", "999"], "overlong_buffer 999 is not within 1..48"),
+    (["--lora-experts", "some"], "lora_experts is 'some'"),
+    (["--temperature", "0.5"], "temperature is 0.5"),
+])
+def test_plan_names_what_does_not_fit(tmp_path, args, sentence):
+    code, out, _ = run("--rehearse", "--plan", *args, cwd=tmp_path)
+    assert code == 2 and f"problem: {sentence}" in out and out.splitlines()[-1] == "plan: 1 problem"
+
+
+@pytest.mark.parametrize("args, sentence", [
+    (["--groupsize", "8"], "unknown option --groupsize: the nearest one is --group-size"),
+    (["--steps", "many"], "--steps"),
+    (["--rehearse", "--resume", "--name", "never"], "runs/never holds no run to resume"),
+])
+def test_bad_options_are_one_sentence(tmp_path, args, sentence):
+    code, out, err = run(*args, cwd=tmp_path)
+    assert code in (1, 2) and sentence in (one_sentence(err) if err.strip() else out)
+
+
+def prepared(tmp_path):
+    """A small real run's inputs: the rehearsal's data and a random model."""
+    from data import arithmetic
+    arithmetic.prepare(tmp_path)
+    (tmp_path / "start").rename(tmp_path / "model")
+    return ["--model", "model", "--train-data", "train.parquet", "--eval-data", "test.parquet", "--nodes", "1", "--gpus-per-node", "0", "--tp", "1", "--ep", "1",
+            "--sampler-tp", "1", "--dtype", "float32", "--lora-rank", "8", "--prompts-per-step", "8", "--group-size", "2", "--updates-per-step", "1",
+            "--max-prompt-tokens", "32", "--max-response-tokens", "8", "--overlong-buffer", "4", "--wandb", "off", "--recompute", "none"]
+
+
+@pytest.mark.parametrize("case", ["not glm", "a missing tensor", "a missing column", "a missing key in config.json"])
+def test_bad_checkpoints_and_data_are_one_sentence(tmp_path, case):
+    args = prepared(tmp_path)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    if case == "not glm":
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+        want = "model_type is 'qwen3'"
+    elif case == "a missing key in config.json":
+        (tmp_path / "model" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "scoring_func"}))
+        want = "scoring_func is missing"
+    elif case == "a missing tensor":
+        from safetensors.torch import load_file, save_file
+        file = next((tmp_path / "model").glob("*.safetensors"))
+        tensors = load_file(file)
+        del tensors["model.layers.2.self_attn.q_b_proj.weight"]
+        save_file(tensors, file, {"format": "pt"})
+        want = "model.layers.2.self_attn.q_b_proj.weight"
+    else:
+        import pyarrow.parquet
+        table = pyarrow.parquet.read_table(tmp_path / "train.parquet")
+        pyarrow.parquet.write_table(table.drop_columns(["answer"]), tmp_path / "train.parquet")
+        want = "lacks the column answer"
+    code, _, err = run(*args, cwd=tmp_path)
+    assert code == 1 and want in one_sentence(err), err[-1500:]
+
+
+KILL = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+import ray
+from common import sync
+stage = sync._stage
+
+def killed(trainer, sampler, version):
+    header = stage(trainer, sampler, version)
+    if version == {version}:
+        ray.kill(sampler.actors[1])          # staged everywhere, committed nowhere
+    return header
+sync._stage = killed
+sys.argv = [{recipe!r}, *{args!r}]
+runpy.run_path({recipe!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("runs")
+    code, out, err = run(*SMALL, "--name", "straight", cwd=cwd)
+    assert code == 0, err[-3000:]
+    return cwd, out
+
+
+def metrics(cwd, name):
+    return {(m := json.loads(line))["step"]: m for line in (cwd / "runs" / name / "metrics.jsonl").read_text().splitlines()}
+
+
+def test_a_run_leaves_what_its_user_expects(straight):
+    cwd, out = straight
+    folder = cwd / "runs" / "straight"
+    assert {"config.json", "versions.json", "check.json", "metrics.jsonl", "DONE", "adapter", "checkpoints", "eval", RECIPE.name} <= set(os.listdir(folder))
+    assert (folder / RECIPE.name).read_bytes() == RECIPE.read_bytes()
+    assert json.loads((folder / "check.json").read_text())["passed"] and "five-step check: passed" in out
+    assert sorted(os.listdir(folder / "checkpoints")) == ["step-2", "step-4"]
+    assert len([line for line in out.splitlines() if line.startswith("step    ")]) == 4
+    found = metrics(cwd, "straight")
+    assert sorted(found) == [0, 1, 2, 3, 4] and found[4]["mismatch/mean"] < 1e-5 and "eval/accuracy" in found[4] and "eval/accuracy" in found[0]
+    assert not list(Path("/dev/shm").glob("policy-*"))
+
+
+def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same_curve(straight):
+    cwd, _ = straight
+    script = cwd / "kill.py"
+    # versions: 3 for the check, then one a step; the publish of step 3 is version 6
+    script.write_text(KILL.format(root=str(ROOT), recipe=str(RECIPE), version=6, args=[*SMALL, "--name", "killed"]))
+    code, _, err = run(cwd=cwd, script=script)
+    assert code == 1 and "sampler engine 1 died during commit" in one_sentence(err)
+    assert sorted(metrics(cwd, "killed")) == [0, 1, 2] and os.listdir(cwd / "runs" / "killed" / "checkpoints") == ["step-2"]
+    code, out, err = run(*SMALL, "--name", "killed", "--resume", cwd=cwd)
+    assert code == 0 and "resumed from runs/killed/checkpoints/step-2" in out and "five-step check: passed" in out, err[-2000:]
+    a, b = metrics(cwd, "straight"), metrics(cwd, "killed")
+    same = [k for k in a[4] if not k.startswith("time/") and k != "policy/version"]
+    for step in range(5):
+        assert {k: a[step].get(k) for k in same} == {k: b[step].get(k) for k in same}, f"step {step}"
+    assert (cwd / "runs/straight/adapter/adapter_model.safetensors").read_bytes() == (cwd / "runs/killed/adapter/adapter_model.safetensors").read_bytes()
+
+
+def test_a_finished_or_changed_run_is_not_resumed_blindly(straight):
+    cwd, _ = straight
+    code, out, err = run(*SMALL, "--name", "straight", cwd=cwd)
+    assert code == 2 and "runs/straight exists" in out
+    code, _, err = run(*SMALL, "--name", "straight", "--resume", "--lr", "0.5", cwd=cwd)
+    assert code == 1 and "lr" in one_sentence(err)
