@@ -1,6 +1,8 @@
-"""The ranks of checks/test_parallel.py: load a checkpoint under several layouts and write down what must not depend on the layout.
+"""The ranks of checks/test_parallel.py: load a checkpoint under several layouts and write down what must not depend on the
+layout.
 
-    python checks/parallel_worker.py CHECKPOINT OUT RANKS:TPxPPxEP [RANKS:TPxPPxEP ...]       # what is left of the ranks is data parallel
+    python checks/parallel_worker.py CHECKPOINT OUT RANKS:TPxPPxEP [RANKS:TPxPPxEP ...]       # what is left of the ranks is data
+    parallel
 
 Ranks are forked once the imports, most of the time of a short test, are done. Importable too: start, model, packed for one rank.
 """
@@ -41,7 +43,8 @@ def start(tp=1, pp=1, ep=1):
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+    mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
+                                  create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
 
 
@@ -70,7 +73,8 @@ def inside(psp):
 
 
 def step(cfg, built, micro, backward):
-    """Logprobs of each of this rank's microbatches where the last pipeline stage is; with `backward` main_grad of every parameter."""
+    """Logprobs of each of this rank's microbatches where the last pipeline stage is; with `backward` main_grad of every
+    parameter."""
     seen = []
 
     def loss(hidden, ids, psp):
@@ -86,20 +90,22 @@ def step(cfg, built, micro, backward):
         return wrapped(ids, where, None, packed_seq_params=psp), partial(loss, ids=ids, psp=psp)
 
     if backward:
-        wrapped = DistributedDataParallel(cfg, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), built)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        wrapped = DistributedDataParallel(cfg, ddp, built)
         wrapped.zero_grad_buffer()
         cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, wrapped.no_sync
     else:
         wrapped = built
     with torch.set_grad_enabled(backward):
-        get_forward_backward_func()(forward_step_func=forward, data_iterator=iter(micro), model=[wrapped], num_microbatches=len(micro),
-                                    seq_length=64, micro_batch_size=1, forward_only=not backward)
+        get_forward_backward_func()(forward_step_func=forward, data_iterator=iter(micro), model=[wrapped],
+                                    num_microbatches=len(micro), seq_length=64, micro_batch_size=1, forward_only=not backward)
     return seen
 
 
 def measure(folder, out, tp=1, pp=1, ep=1):
-    """Write `out`: full.safetensors (gradients under HF names, logprobs per microbatch) and shared/each.safetensors (adapter and its
-    gradients) from the lead ranks, and a saved checkpoint; check on every rank that stream and the adapter's own round trip are exact."""
+    """Write `out`: full.safetensors (gradients under HF names, logprobs per microbatch) and shared/each.safetensors (adapter and
+    its gradients) from the lead ranks, and a saved checkpoint; check on every rank that stream and the adapter's own round trip
+    are exact."""
     start(tp, pp, ep)
     out = Path(out)
     dp, mine = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
@@ -112,7 +118,8 @@ def measure(folder, out, tp=1, pp=1, ep=1):
     def note(name, tensors, lps):
         """Each rank's own part of the facts; the test puts them together and checks that copies agree."""
         lps = {f"logprobs.{i}": lp for i, lp in zip(micro, lps)}
-        save_file({k: t.clone().contiguous() for k, t in {**tensors, **lps}.items()}, out / f"{name}-{dist.get_rank()}.safetensors")
+        facts = {k: t.clone().contiguous() for k, t in {**tensors, **lps}.items()}
+        save_file(facts, out / f"{name}-{dist.get_rank()}.safetensors")
 
     cfg, built = model(folder, tp, pp, ep)
     weights.save(built, cfg, out / "saved", base=folder)
@@ -137,7 +144,7 @@ def measure(folder, out, tp=1, pp=1, ep=1):
             v.fill_(9.0)
         lora.load(built, cfg, everywhere[0])
         for k, v in lora.named(built, cfg):
-            assert torch.allclose(v, before[k], rtol=2e-7, atol=0), f"{k} changed by {(v - before[k]).abs().max()} through export and load"
+            assert torch.allclose(v, before[k], rtol=2e-7, atol=0), f"{k} changes through export and load"
         for p in built.parameters():
             if p.requires_grad:
                 p.data = p.main_grad

@@ -1,4 +1,5 @@
-"""GLM-5.3 on megatron-core equals transformers in float32; bad configs, layouts and checkpoints stop with one sentence; logprobs are right."""
+"""GLM-5.3 on megatron-core equals transformers in float32; bad configs, layouts and checkpoints stop with one sentence; logprobs
+are right."""
 import json
 import shutil
 
@@ -17,7 +18,8 @@ LENGTHS = [40, 7, 30, 16, 17, 33, 7, 2]          # one packed row; SPARSE has in
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("model")
-    for name, over in (("dense", {}), ("sparse", tiny.SPARSE), ("eps", dict(rms_norm_eps=1e-6)), ("alldense", dict(first_k_dense_replace=3))):
+    for name, over in (("dense", {}), ("sparse", tiny.SPARSE), ("eps", dict(rms_norm_eps=1e-6)),
+                       ("alldense", dict(first_k_dense_replace=3))):
         tiny.checkpoint(root / name, **over)
     worker.start()
     return root
@@ -148,7 +150,8 @@ def test_no_config(tmp_path):
     ({}, dict(pp=3), "4 layers do not divide over 3 pipeline stages"),
     ({}, dict(etp=2), "expert tensor parallel size 2 needs"),
     ({**tiny.SPARSE, "index_skip_topk_offset": 3}, dict(pp=2),
-     "pipeline stage 1 of 2 would start on layer 3, which reuses the token selection of an earlier layer; a stage may start on layer 2 or 4"),
+     "pipeline stage 1 of 2 would start on layer 3, which reuses the token selection of an earlier layer; "
+     "a stage may start on layer 2 or 4"),
 ])
 def test_layout_that_does_not_fit(over, layout, says):
     with pytest.raises(Stop) as stop:
@@ -166,14 +169,15 @@ def rewritten(folders, tmp_path, change):
 
 
 NORM, UP = "model.layers.2.self_attn.q_a_layernorm.weight", "model.layers.3.mlp.experts.5.up_proj.weight"
+NINTH, BEYOND = "model.layers.3.mlp.experts.8.up_proj.weight", "model.layers.5.input_layernorm.weight"
 
 
 @pytest.mark.parametrize("change, says", [
     (lambda t: t.pop(NORM), f"has no tensor {NORM}, of shape [48]"),
     (lambda t: t.update({NORM: torch.ones(49)}), f"{NORM} has shape [49], but this model wants [48]"),
     (lambda t: t.update({UP: torch.ones(64, 32)}), f"{UP} has shape [64, 32], but this model wants [32, 64]"),
-    (lambda t: t.update({"model.layers.3.mlp.experts.8.up_proj.weight": torch.ones(32, 64)}), "no place for: model.layers.3.mlp.experts.8.up_proj.weight"),
-    (lambda t: t.update({"model.layers.5.input_layernorm.weight": torch.ones(64)}), "1 tensors that this model has no place for: model.layers.5"),
+    (lambda t: t.update({NINTH: torch.ones(32, 64)}), f"1 tensors that this model has no place for: {NINTH}"),
+    (lambda t: t.update({BEYOND: torch.ones(64)}), f"1 tensors that this model has no place for: {BEYOND}"),
     (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP} is FP8"),
 ])
 def test_checkpoint_that_does_not_fit(folders, tmp_path, change, says):

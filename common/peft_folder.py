@@ -1,9 +1,9 @@
 """An adapter under neutral keys <-> a PEFT folder that both `peft` and vLLM load. Needs neither of them, nor megatron-core.
 
-Routed experts are written under per-expert names, the only layout both take as it is: vLLM packs it, and peft turns it into the fused
-3-D parameters of transformers 5 on loading (so a shared adapter is repeated for each expert). While doing so peft reads gate_proj, up_proj
-and down_proj in `target_modules` as the routed experts alone and would silently drop the adapters of the dense MLP and the shared expert
-(0.21.2): those are named as `target_parameters`.
+Routed experts are written under per-expert names, the only layout both take as it is: vLLM packs it, and peft turns it into the
+fused 3-D parameters of transformers 5 on loading (so a shared adapter is repeated for each expert). While doing so peft reads
+gate_proj, up_proj and down_proj in `target_modules` as the routed experts alone and would silently drop the adapters of the dense
+MLP and the shared expert (0.21.2): those are named as `target_parameters`.
 """
 import json
 import re
@@ -16,13 +16,14 @@ import torch
 from .cli import Stop
 
 PREFIX, FILE = "base_model.model.model.", "adapter_model.safetensors"
-NAME = re.compile(r"base_model\.model\.model\.(layers\.\d+\.(?:self_attn|mlp)\.(?:shared_experts\.)?)(experts\.(\d+)\.)?(\w+)\.(lora_[AB])\.weight$")
+NAME = re.compile(r"base_model\.model\.model\.(layers\.\d+\.(?:self_attn|mlp)\.(?:shared_experts\.)?)(experts\.(\d+)\.)?"
+                  r"(\w+)\.(lora_[AB])\.weight$")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_peft(tensors, hf_config, rank, folder, base_model):
-    """Write `folder` from the whole adapter {neutral key: tensor}, alpha / r folded into B (so lora_alpha = r = `rank`), replacing an older
-    one. The folder appears complete or not at all. base_model: name or path for adapter_config.json."""
+    """Write `folder` from the whole adapter {neutral key: tensor}, alpha / r folded into B (so lora_alpha = r = `rank`),
+    replacing an older one. The folder appears complete or not at all. base_model: name or path for adapter_config.json."""
     folder = Path(folder)
     partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
     n, experts, rows = hf_config.n_routed_experts, "none", []
@@ -36,12 +37,13 @@ def save_peft(tensors, hf_config, rank, folder, base_model):
             rows += [(f"{PREFIX}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t) for e in range(n)]
         else:
             rows.append((f"{PREFIX}{key}.weight", t))
-    leaves = {(".mlp.experts." in k, k.rpartition(".")[0].rpartition(".mlp.")[2].removeprefix("experts."), ".mlp." in k) for k in tensors}
+    modules = [k.rpartition(".")[0] for k in tensors]
+    linears = {m.rpartition(".")[2] for m in modules if ".mlp." not in m or ".mlp.experts." in m}
+    parameters = {m.split(".", 2)[2] + ".weight" for m in modules if ".mlp." in m and ".mlp.experts." not in m}
     config = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_model), r=rank, lora_alpha=rank, lora_dropout=0.0, bias="none",
-        target_modules=sorted({leaf.rpartition(".")[2] for routed, leaf, mlp in leaves if routed or not mlp}),
-        target_parameters=sorted(f"{'mlp.' * ('.' not in leaf)}{leaf}.weight" for routed, leaf, mlp in leaves if mlp and not routed),
-        use_rslora=False, use_dora=False, fan_in_fan_out=False, init_lora_weights=True, inference_mode=True)
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_model), r=rank, lora_alpha=rank,
+        lora_dropout=0.0, bias="none", target_modules=sorted(linears), target_parameters=sorted(parameters), use_rslora=False,
+        use_dora=False, fan_in_fan_out=False, init_lora_weights=True, inference_mode=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -60,8 +62,8 @@ def save_peft(tensors, hf_config, rank, folder, base_model):
 
 
 def _write(file, rows, metadata):
-    """A safetensors file, tensor by tensor: the library's own writer wants a copy of a shared adapter for every expert in memory (at
-    GLM-5.3's size and rank 32 that is 31 GB). Format: 8 bytes header length, JSON header, the tensors' bytes."""
+    """A safetensors file, tensor by tensor: the library's own writer wants a copy of a shared adapter for every expert in memory
+    (at GLM-5.3's size and rank 32 that is 31 GB). Format: 8 bytes header length, JSON header, the tensors' bytes."""
     header, end = {"__metadata__": metadata}, 0
     for name, t in rows:
         header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
@@ -75,8 +77,8 @@ def _write(file, rows, metadata):
 
 
 def load_peft(folder):
-    """The inverse of `save_peft`: {neutral key: tensor} with alpha / r folded into B. Experts come back as one adapter where the file says
-    that it repeats one, else stacked. Stop for a file that is no plain LoRA of per-expert names."""
+    """The inverse of `save_peft`: {neutral key: tensor} with alpha / r folded into B. Experts come back as one adapter where the
+    file says that it repeats one, else stacked. Stop for a file that is no plain LoRA of per-expert names."""
     from safetensors import safe_open
     folder = Path(folder)
     if not (folder / FILE).is_file() or not (folder / "adapter_config.json").is_file():
