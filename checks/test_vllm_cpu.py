@@ -225,7 +225,7 @@ def test_whole_context_within_index_topk(folder, adapters):
 
 
 def test_bfloat16(tmp_path_factory, adapters):
-    """No further from the exact answer than transformers in bfloat16. Beyond index_topk both select other keys near ties: large gaps."""
+    """No further from the exact answer than transformers in bfloat16. Beyond index_topk both flip near ties of the indexer."""
     folder = tmp_path_factory.mktemp("glm-bf16")
     tiny.checkpoint(folder, dtype=torch.bfloat16, **tiny.SPARSE)
     with engine(str(folder), "bfloat16") as llm:
@@ -235,22 +235,23 @@ def test_bfloat16(tmp_path_factory, adapters):
             exact = torch.cat(reference(folder, ids, deltas))
             ours = (torch.cat([lp for _, lp in answers]) - exact).abs()
             theirs = (torch.cat(reference(folder, ids, deltas, torch.bfloat16)) - exact).abs()
-            print(f"bfloat16, adapter {name}, {max(map(len, ids))} tokens: |dlogp| median {ours.median():.4f} max {ours.max():.3f}, "
-                  f"transformers {theirs.median():.4f} max {theirs.max():.3f}")
+            print(f"bfloat16, adapter {name}, {max(map(len, ids))} tokens: |dlogp| mid {ours.median():.4f} max {ours.max():.3f},"
+                  f" transformers mid {theirs.median():.4f} max {theirs.max():.3f}")
             assert ours.median() < 1.5 * theirs.median()
 
 
 @pytest.mark.parametrize("change, says", [
     ("tensor_parallel_size", "one rank"), ("pipeline_parallel_size", "one rank"), ("model_type", "serve glm_moe_dsa"),
-    ("use_mla", "VLLM_MLA_DISABLE=1"), ("mode", "enforce_eager"), ("block_size", "divisible by 32"), ("cache_dtype", "kv_cache_dtype auto"),
-    ("dtype", "float32 checkpoint"), ("scoring_func", "scoring_func"), ("topk_method", "topk_method"), ("rope_type", "rope_type yarn"),
-    ("index_n_heads", "tied indexer scores")])
+    ("use_mla", "VLLM_MLA_DISABLE=1"), ("mode", "enforce_eager"), ("block_size", "divisible by 32"),
+    ("cache_dtype", "kv_cache_dtype auto"), ("dtype", "float32 checkpoint"), ("scoring_func", "scoring_func"),
+    ("topk_method", "topk_method"), ("rope_type", "rope_type yarn"), ("index_n_heads", "tied indexer scores")])
 def test_every_silent_setting_is_refused(tmp_path, change, says):
     from vllm.config import CompilationMode
 
     from common.vllm_cpu.worker import check
-    bad = dict(tensor_parallel_size=2, pipeline_parallel_size=2, model_type="llama", use_mla=True, mode=CompilationMode.VLLM_COMPILE,
-               block_size=16, cache_dtype="fp8", dtype=torch.bfloat16, scoring_func=None, topk_method=None, rope_type="yarn", index_n_heads=4)
+    bad = dict(tensor_parallel_size=2, pipeline_parallel_size=2, model_type="llama", use_mla=True, block_size=16,
+               mode=CompilationMode.VLLM_COMPILE, cache_dtype="fp8", dtype=torch.bfloat16, scoring_func=None, topk_method=None,
+               rope_type="yarn", index_n_heads=4)
 
     def configuration(changed=None):
         def only(**settings):
@@ -261,7 +262,8 @@ def test_every_silent_setting_is_refused(tmp_path, change, says):
         hf.dtype = torch.float32
         return types.SimpleNamespace(
             model_config=only(hf_config=hf, use_mla=False, dtype=torch.float32, model=str(tmp_path), max_model_len=256),
-            parallel_config=only(tensor_parallel_size=1, pipeline_parallel_size=1), cache_config=only(block_size=32, cache_dtype="auto"),
+            parallel_config=only(tensor_parallel_size=1, pipeline_parallel_size=1),
+            cache_config=only(block_size=32, cache_dtype="auto"),
             compilation_config=only(mode=CompilationMode.NONE))
 
     check(configuration())

