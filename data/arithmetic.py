@@ -21,8 +21,10 @@ VOCABULARY = 352                  # 9 markers, 256 bytes, 78 merges that make ev
 CAP = 48                          # response tokens; a short answer takes 18 to 21
 HELD_OUT = 160                    # of 900 sums
 LONG_SHARE = 0.52                 # of the answers taught
-# Linear warm-up, cosine down to a twentieth; Adam with betas 0.9 and 0.98, no weight decay, gradient norm clipped at 1.
-TEACH = dict(steps=600, tokens=512, lr=2e-3, warmup=40)
+# Linear warm-up, cosine down to a twentieth; Adam with betas 0.9 and 0.98, no weight decay, gradient norm clipped at 1. Leaves a
+# model that at temperature 1 answers 49 % of the held-out sums right, runs into the cap in 45 % and is right in 94 % of its short
+# answers (960 samples). Small batches matter: 90 steps of 4,096 tokens teach it next to nothing.
+TEACH = dict(steps=300, tokens=1024, lr=2.5e-3, warmup=30)
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
@@ -130,6 +132,7 @@ def prepare(folder, seed=0, **changes):
     """Write train.parquet, test.parquet and `start`: a random checkpoint with the tokenizer. `changes` are `config`'s."""
     import torch
     from transformers import GlmMoeDsaForCausalLM
+    from transformers.utils import logging
     for name, sums in zip(("train", "test"), problems(seed)):
         dataset.write(Path(folder) / f"{name}.parquet", rows(sums))
     with torch.random.fork_rng(devices=[]):
@@ -138,5 +141,7 @@ def prepare(folder, seed=0, **changes):
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.uniform_(-0.02, 0.02)                      # frozen from here on; zero would hide a lost one
+    logging.disable_progress_bar()
     model.save_pretrained(Path(folder) / "start")
+    logging.enable_progress_bar()
     tokenizer().save_pretrained(Path(folder) / "start")
