@@ -27,7 +27,8 @@ from common.sampler import spread  # noqa: E402
 # real model shows 0.02-0.03 and at most 0.5). float32: measured 1e-6, with room for a top-k that flips on a tie.
 TOLERANCE = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 2.0)}
 REPEAT = {"float32": 1e-4, "bfloat16": 0.02}    # the same engine asked twice; batches differ in shape, kernels in summation order
-STALE_FACTOR = 10                               # the change must move the trainer by this many tolerances: no doubt about step 3
+# The change must move the trainer by this many tolerances, so that step 3 leaves no doubt; little in bf16, where a larger adapter amplifies rounding.
+STALE_FACTOR = {"float32": 10, "bfloat16": 3}
 
 
 def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, say=print):
@@ -69,17 +70,17 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     row(1, "agree, decode", decoded, t0)
     noise = row(1, "sampler, asked twice", on_sampler(batch), s0, lambda d: d.max() <= REPEAT[dtype])
 
-    # 2. Calibrate: the smallest power of two times the first guess that moves the trainer by STALE_FACTOR tolerances.
+    # 2. Calibrate: the smallest power of two times the first guess that moves the trainer enough.
     std, moved = 1e-3, 0.0
     for _ in range(16):
         trainer.perturb(std, seed)
         t1 = on_trainer(batch)
         moved = float(np.abs(np.concatenate(t1) - np.concatenate(t0)).mean())
-        if moved >= STALE_FACTOR * mean_limit:
+        if moved >= STALE_FACTOR[dtype] * mean_limit:
             break
         trainer.restore_adapter()
         std *= 2
-    row(2, "change, trainer alone", t1, t0, lambda d: d.mean() >= STALE_FACTOR * mean_limit, f"noise std {std:g}")
+    row(2, "change, trainer alone", t1, t0, lambda d: d.mean() >= STALE_FACTOR[dtype] * mean_limit, f"noise std {std:g}")
 
     s1 = on_sampler(batch)
     row(3, "stale, must disagree", s1, t1, lambda d: d.mean() > mean_limit, f"more than {mean_limit:g}")

@@ -19,8 +19,8 @@ class SamplerEngine:
         """model: HF checkpoint folder. lora_rank 0: no adapters. vllm_args: more arguments of vllm.LLM, which win."""
         import torch
 
-        from common import glm5p3, vllm_cpu
-        glm5p3.read_config(model)                            # constants that vLLM would silently take from its own defaults
+        from common import hf_config, vllm_cpu
+        hf_config.read_config(model)                         # constants that vLLM would silently take from its own defaults
         self.cuda = cuda = torch.cuda.is_available()
         if not cuda:
             os.environ.update(vllm_cpu.ENV)                  # before vllm is imported

@@ -271,8 +271,8 @@ class TrainerRank:
             lora.save_peft({k: t.cpu() for k, t in tensors.items()}, self.hf, self.lora["rank"], Path(folder) / "adapter", str(self.folder))
 
     def save_model(self, folder):
-        """The whole model as a HF checkpoint, without adapters (collective)."""
-        weights.save(self.model, self.cfg, folder)
+        """The whole model as a HF checkpoint, with the config and tokenizer that it was loaded with, without adapters (collective)."""
+        weights.save(self.model, self.cfg, folder, base=self.folder)
 
     def restore(self, folder):
         """Continue from `save`; the layout must be the same."""

@@ -50,7 +50,4 @@ def _teach(part, gpus, dtype, ranks, settings):
             print(f"teaching {step + 1}/{steps}: {found['loss']:.3f} nats a token, {time.time() - started:.0f} s", flush=True)
     trainer.save_model(str(part / "model"))
     trainer.stop()
-    for file in (part / "start").iterdir():                  # config and tokenizer
-        if "safetensors" not in file.name:
-            shutil.copy(file, part / "model")
     shutil.rmtree(part / "start")
