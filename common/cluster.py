@@ -72,15 +72,16 @@ def _reason(error):
 
 
 def connect(local, object_store_gb=1):
-    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine alone (bound to localhost). Returns the GPUs it has."""
+    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine alone, bound to localhost (`local`: in any case)."""
     import ray
+    if ray.is_initialized():
+        return
     if os.environ.get("RAY_ADDRESS") and not local:
         ray.init(log_to_driver=True)
     else:
         os.environ.pop("RAY_ADDRESS", None)
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, num_cpus=max(8, os.cpu_count()),
                  object_store_memory=int(object_store_gb * 2**30), configure_logging=False)
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def nodes(n, gpus_per_node, seconds=120):

@@ -95,9 +95,7 @@ class Receiver:
     def _free_slot(self, adapters):
         """A slot that no version holds, or the oldest version's; never the newest one's, which is being served."""
         held = {slot: v for v, slot in self.adapter_versions.items()}
-        # vLLM's CPU kernels read index -1 (a request without adapter) as the last slot: that one stays empty (zeros).
-        usable = range(adapters.lora_slots - (1 if self.device.type == "cpu" else 0))
-        free = [i for i in usable if i not in held and adapters.lora_index_to_id[i] is None]
+        free = [i for i in range(adapters.lora_slots) if i not in held and adapters.lora_index_to_id[i] is None]
         if free:
             return free[0]
         old = sorted(self.adapter_versions)[:-1]

@@ -29,16 +29,17 @@ class SamplerEngine:
                     max_num_batched_tokens=max_num_batched_tokens or max(max_model_len, 2048), enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs", worker_extension_cls="common.receive.Receiver")
         if lora_rank:
-            # two slots: the version that serves and the one that is staged. On the CPU one more, which stays empty (see receive.py)
-            slots = 2 if cuda else 3
-            args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=slots, max_cpu_loras=slots)
+            # two slots: the version that serves and the one that is staged
+            args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=2, max_cpu_loras=2)
         if cuda:
-            args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=True, kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
+            # "auto" would choose an fp8 cache for this model on Blackwell, without a word
+            args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=True,
+                         kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
         else:
             if tp != 1:
                 raise Stop(f"the CPU sampler runs on one process, --sampler-tp is {tp}")
             args |= vllm_cpu.engine_args(dtype)
-        self.llm = vllm.LLM(**args, **(vllm_args or {}))
+        self.llm = vllm.LLM(**{**args, **(vllm_args or {})})
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None

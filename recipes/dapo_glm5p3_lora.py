@@ -114,8 +114,8 @@ class Config:
 # Smaller in the rehearsal: the model (2M parameters, taught to add), the problems, lengths, batch, rank and layout; larger: learning rate.
 PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32, prompts_per_step=32, group_size=8,
-    max_response_tokens=48, overlong_buffer=24, lr=3e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
-    max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=1, save_every=5,
+    max_response_tokens=48, overlong_buffer=24, lr=1e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
+    max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5,
     name="rehearse")}
 
 
@@ -297,18 +297,21 @@ def main(check_only=False):
     from transformers import AutoTokenizer
 
     from checks.logprob_parity import five_steps
-    from common import cluster, rewards, sync
+    from common import cluster, hf_config, rewards, sync
     from common.batch import merge
 
-    cluster.connect(local=cfg.rehearse)
     if cfg.rehearse:
         from data.teach import taught
+        cluster.connect(local=True)
         cfg.model, cfg.train_data, cfg.eval_data = taught(cfg.gpus_per_node, cfg.dtype)
-    run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
+    # what can be wrong with the inputs is found before anything is started
+    hf_config.read_config(cfg.model)
     tok = AutoTokenizer.from_pretrained(cfg.model)
     train_rows, eval_rows = (read(path, tok, cfg.max_prompt_tokens) for path in (cfg.train_data, cfg.eval_data))
     cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
     policy_loss = make_policy_loss(cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.is_cap)
+    run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
+    cluster.connect(local=cfg.rehearse)
     trainer, sampler = start(cfg, run)
 
     first, version = 1, 0
@@ -395,7 +398,7 @@ def main(check_only=False):
             metrics |= evaluate(run, step, sampler, tok, eval_rows, cfg)
         run.log(step, metrics)
         run.line(step, reward=metrics["reward/mean"], accuracy=metrics["reward/accuracy"], capped=metrics["rollout/capped"],
-                 tokens=metrics["rollout/tokens"], gap=metrics["mismatch/mean"], clip=metrics.get("policy/clip", 0.0),
+                 tokens=metrics["rollout/tokens"], gap=float(metrics["mismatch/mean"]), clip=metrics.get("policy/clip", 0.0),
                  entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
         if step % cfg.save_every == 0 or step == cfg.steps:
             save(run, trainer, step, version, cfg.keep)
