@@ -20,9 +20,12 @@ from common.sampler import SamplerEngine
 from data import arithmetic
 
 DTYPE = os.environ.get("DTYPE", "float32")
-# float32: rounding only. bf16: the model's own noise at random weights, far below what a missing adapter changes (asserted beside it).
-MEAN, MAX = {"float32": (2e-6, 5e-5), "bfloat16": (0.03, 0.6)}[DTYPE]
-ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"]
+CUDA = torch.cuda.is_available()
+# float32: rounding only. bf16: the noise of a model with random weights, measured 0.02-0.13; what the adapter itself changes is 0.7-1.2, and must
+# be four times the gap (a missing or doubled adapter makes gap and change alike).
+MEAN, MAX, SIZE = {"float32": (2e-6, 5e-5, 0.5), "bfloat16": (0.15, 4, 1.0)}[DTYPE]
+ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", *([] if CUDA else ["self_attn.kv_b_proj"]),
+             "self_attn.o_proj"]
 FAMILIES = {**{name: [name] for name in ATTENTION}, "dense": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
             "shared expert": [f"mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")],
             "routed experts": [f"mlp.experts.{p}_proj" for p in ("gate", "up", "down")], "all": None}
@@ -32,7 +35,7 @@ only_float32 = pytest.mark.skipif(DTYPE != "float32", reason="float32 alone is e
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("handoff")
-    arithmetic.prepare(path)
+    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {}))
     return path / "start"
 
 
@@ -44,7 +47,7 @@ def engine(folder):
 
 @pytest.fixture(scope="module", params=["shared", "each"])
 def trainer(request, folder, tmp_path_factory):
-    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=lora.TARGETS, experts=request.param, lr=1e-3)
+    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=[t for t in lora.TARGETS if not CUDA or t != "kv_b_proj"], experts=request.param, lr=1e-3)
     rank.load(tmp_path_factory.mktemp("rendezvous") / "file")
     yield rank
     mpu.destroy_model_parallel()
@@ -60,12 +63,12 @@ def next_version(engine):
     return engine.version + 1
 
 
-def set_family(trainer, kinds, size=0.5):
+def set_family(trainer, kinds, size=SIZE):
     """Noise in the lora_B of the given kinds of module (None: all), zero in the others."""
     g = torch.Generator().manual_seed(1)
     for key, view in lora.named(trainer.model, trainer.cfg):
         if key.endswith("lora_B"):
-            view.copy_(torch.randn(view.shape, generator=g) * size / 8 if kinds is None or kind(key)[:-len(".lora_B")] in kinds else torch.zeros(()))
+            view.copy_((torch.randn(view.shape, generator=g) * size / 8).to(view.device) if kinds is None or kind(key)[:-len(".lora_B")] in kinds else torch.zeros(()))
 
 
 def scored(trainer, engine, prompts, seed=0):
@@ -87,11 +90,11 @@ def test_published_equals_trainer(trainer, engine, prompts, family):
     set_family(trainer, FAMILIES[family])
     sync.publish(Local(trainer), Local(engine), next_version(engine))
     moved = np.abs(np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])) - np.concatenate(without))
-    assert moved.mean() > max(3 * MEAN, 3e-3), f"the adapter shows too little ({moved.mean():.1e}) for this test to mean anything"
     for seed in (0, 10):                    # the second time with the prompts' prefix in the cache
         decode, prefill, _ = scored(trainer, engine, prompts, seed)
         for what, gap in (("decode", decode), ("prefill", prefill)):
-            assert gap.mean() <= MEAN and gap.max() <= MAX, f"{family}, {what}: mean {gap.mean():.2e}, max {gap.max():.2e}"
+            assert gap.mean() <= min(MEAN, moved.mean() / 4) and gap.max() <= MAX, \
+                f"{family}, {what}: mean {gap.mean():.2e}, max {gap.max():.2e}, the adapter moves {moved.mean():.2e}"
 
 
 def check(trainer, engine, prompts):
@@ -136,6 +139,14 @@ def gate_is_up(tensors):
 
 def one_layer_stale(tensors):
     return {k: torch.zeros_like(t) if k.startswith("layers.3.") and k.endswith("lora_B") else t for k, t in tensors.items()}
+
+
+@pytest.mark.skipif(not CUDA, reason="the CPU sampler applies kv_b_proj adapters")
+def test_an_adapter_that_vllm_would_ignore_is_refused(trainer, engine, monkeypatch):
+    faulty_export(monkeypatch, lambda t: {**t, **{f"layers.{i}.self_attn.kv_b_proj.lora_{ab}": torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+                                                  for i in range(4) for ab, shape in (("A", (8, 512)), ("B", (16 * 448, 8)))}})
+    with pytest.raises(Stop, match="kv_b_proj cannot be adapted: vLLM 0.32.0's MLA attention uses the unadapted weight"):
+        sync.publish(Local(trainer), Local(engine), next_version(engine))
 
 
 @only_float32

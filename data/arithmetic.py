@@ -25,6 +25,7 @@ LONG_SHARE = 0.52                 # of the answers taught
 # model that at temperature 1 answers 49 % of the held-out sums right, runs into the cap in 45 % and is right in 94 % of its short
 # answers (960 samples). Small batches matter: 90 steps of 4,096 tokens teach it next to nothing.
 TEACH = dict(steps=300, tokens=1024, lr=2.5e-3, warmup=30)
+TEACH_CUDA = dict(steps=400, tokens=4096, lr=1e-3, warmup=40)      # the wider model
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
@@ -128,7 +129,13 @@ def rows(sums):
              "source": "arithmetic"} for p in sums]
 
 
-def prepare(folder, seed=0, **changes):
+# The smallest widths that CUDA's attention and expert kernels take: GLM-5.3's own head sizes, a quarter of its heads (about 45M parameters).
+CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_attention_heads=16, num_key_value_heads=16,
+                   q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, index_head_dim=128,
+                   index_topk=2048, max_position_embeddings=4096, initializer_range=0.02)
+
+
+def prepare(folder, seed=0, dtype="float32", **changes):
     """Write train.parquet, test.parquet and `start`: a random checkpoint with the tokenizer. `changes` are `config`'s."""
     import torch
     from transformers import GlmMoeDsaForCausalLM
@@ -141,6 +148,9 @@ def prepare(folder, seed=0, **changes):
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.uniform_(-0.02, 0.02)                      # frozen from here on; zero would hide a lost one
+        for p in model.parameters():                              # not the buffers: the correction bias stays float32
+            p.data = p.data.to(getattr(torch, dtype))
+        model.config.dtype = dtype
     logging.disable_progress_bar()
     model.save_pretrained(Path(folder) / "start")
     logging.enable_progress_bar()

@@ -17,16 +17,18 @@ def likelihood(logp, entropy, mb):
     return -(mb["weight"] * logp).sum(), {}
 
 
-def taught(gpus=0, dtype="float32", ranks=2, settings=arithmetic.TEACH, config=None):
-    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: GPUs of this machine to use (one), else `ranks` CPU processes."""
-    ranks = gpus or ranks
+def taught(gpus=0, dtype="float32", ranks=2, settings=None):
+    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: 1 for the wider model on this machine's GPU, 0 for `ranks` CPU
+    processes. The cache is named by everything that the result depends on."""
+    ranks, config = gpus or ranks, arithmetic.CUDA_WIDTHS if gpus else {}
+    settings = settings or (arithmetic.TEACH_CUDA if gpus else arithmetic.TEACH)
     key = hashlib.sha256(f"{Path(arithmetic.__file__).read_bytes()} {ranks} {dtype} {settings} {config}".encode()).hexdigest()[:12]
     folder = CACHE / f"arithmetic-{key}"
     if not folder.exists():
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(part, ignore_errors=True)
         try:
-            arithmetic.prepare(part, **(config or {}))
+            arithmetic.prepare(part, dtype=dtype, **config)
             _teach(part, gpus, dtype, ranks, settings)
             os.rename(part, folder)
         finally:
