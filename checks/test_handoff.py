@@ -21,9 +21,9 @@ from data import arithmetic
 
 DTYPE = os.environ.get("DTYPE", "float32")
 CUDA = torch.cuda.is_available()
-# float32: rounding only. bf16: the noise of a model with random weights, measured 0.02-0.13; what the adapter itself changes is 0.7-1.2, and must
-# be four times the gap (a missing or doubled adapter makes gap and change alike).
-MEAN, MAX, SIZE = {"float32": (2e-6, 5e-5, 0.5), "bfloat16": (0.15, 4, 1.0)}[DTYPE]
+# float32: rounding only. bf16: measured 0.002-0.04. What the adapter itself changes must be four times the gap: a missing or doubled
+# adapter makes gap and change alike.
+MEAN, MAX, SIZE = {"float32": (2e-6, 5e-5, 0.5), "bfloat16": (0.06, 1, 3.0)}[DTYPE]
 ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", *([] if CUDA else ["self_attn.kv_b_proj"]),
              "self_attn.o_proj"]
 FAMILIES = {**{name: [name] for name in ATTENTION}, "dense": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
@@ -35,7 +35,8 @@ only_float32 = pytest.mark.skipif(DTYPE != "float32", reason="float32 alone is e
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("handoff")
-    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {}))
+    # bf16: smaller weights, or the rounding of a random model alone exceeds the tolerance that real ones keep
+    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {} if DTYPE == "float32" else {"initializer_range": 0.02}))
     return path / "start"
 
 
@@ -108,7 +109,7 @@ def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine, prompts
     assert report["passed"], report["why"]
     assert all(torch.equal(a, view) for a, (_, view) in zip(before, lora.named(trainer.model, trainer.cfg)))
     stale = next(r for r in report["rows"] if r["what"] == "stale, must disagree")
-    assert stale["mean"] > 5 * report["tolerance"][0]
+    assert stale["mean"] > 2.5 * report["tolerance"][0]
 
 
 def faulty_export(monkeypatch, change):

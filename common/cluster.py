@@ -96,6 +96,12 @@ def nodes(n, gpus_per_node, seconds=120):
     return group
 
 
+def release(place):
+    """Give a placement group's GPUs back."""
+    from ray.util.placement_group import remove_placement_group
+    remove_placement_group(place)
+
+
 def start(where, name, place, arguments, env=None, gpus=None):
     """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the group before its verbs.
 

@@ -37,8 +37,8 @@ def taught(gpus=0, dtype="float32", ranks=2, settings=None):
 
 
 def _teach(part, gpus, dtype, ranks, settings):
-    started, steps = time.time(), settings["steps"]
-    trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", cluster.nodes(1, gpus), [dict(
+    started, steps, place = time.time(), settings["steps"], cluster.nodes(1, gpus)
+    trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", place, [dict(
         rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
         weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)], gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
@@ -52,4 +52,5 @@ def _teach(part, gpus, dtype, ranks, settings):
             print(f"teaching {step + 1}/{steps}: {found['loss']:.3f} nats a token, {time.time() - started:.0f} s", flush=True)
     trainer.save_model(str(part / "model"))
     trainer.stop()
+    cluster.release(place)
     shutil.rmtree(part / "start")

@@ -285,8 +285,8 @@ def main(check_only=False):
     cfg = cli.parse(Config, PRESETS, __doc__)
     if cfg.rehearse:
         if glob.glob("/dev/nvidia[0-9]*"):
-            cfg.gpus_per_node, cfg.dtype = 1, "bfloat16"
-        print("rehearsal: a GLM-5.3 of 2M parameters that adds two numbers; model, lengths, batch, rank and layout are smaller than in the real run")
+            cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization = 1, "bfloat16", 0.3
+        print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than in the real run")
     if check_only or (cfg.name == PRESETS["rehearse"]["name"] and not cfg.resume):
         cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")     # every one its own folder
     problems = plan(cfg)
