@@ -78,7 +78,7 @@ class TrainerRank:
         self.hf = glm5p3.read_config(self.folder)
         extra = {} if self.recompute == "none" else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, **extra)
-        self.model = glm5p3.build(cfg, self.hf.vocab_size)
+        self.model = glm5p3.build(cfg, self.hf.vocab_size).to(device())      # mcore leaves the router's weight on the host until its first use
         weights.load(self.model, cfg, self.folder)
         if self.lora["rank"]:
             lora.add(self.model, cfg, **self.lora)
