@@ -4,7 +4,6 @@ import os
 
 from common.cli import Stop
 
-
 # Actors ask Ray for no GPU and choose their own (see start): Ray must not hide the GPUs from them.
 OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 

@@ -7,8 +7,6 @@ Methods answer {"error": sentence} instead of raising, because an exception lose
 """
 import functools
 
-import torch
-
 from common.cli import Stop
 from common.sync import Header, checksum, combine, take, unpack
 

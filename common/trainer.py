@@ -20,15 +20,14 @@ cpu.install()                                                # before the first 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 
-from common import glm5p3, logprobs, lora, sync, weights  # noqa: E402
+from common import checkpoint, glm5p3, logprobs, lora, sync, weights  # noqa: E402
 from common.batch import deal, micro_count  # noqa: E402
 from common.cli import Stop  # noqa: E402
 from common.cpu import device  # noqa: E402
+from common.packing import pack  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -165,33 +164,7 @@ class TrainerRank:
             raise Stop(f"{len(lengths)} sequences do not fill {n} micro-batches on each of {len(ranks)} data-parallel ranks: "
                        f"use fewer ranks, longer micro-batches (max_tokens is {self.max_tokens}) or more sequences")
         mine = ranks[mpu.get_data_parallel_rank()]
-        return [self._pack(batch, sorted(mine[j] for j in part)) for part in deal([lengths[i] for i in mine], n)]
-
-    def _pack(self, batch, index):
-        """One packed row: ids (1, tokens), positions, PackedSeqParams, and where the response tokens are."""
-        tokens = [torch.as_tensor(np.asarray(batch["tokens"][i], dtype=np.int64)) for i in index]
-        lengths = [len(t) for t in tokens]
-        rest = -sum(lengths) % mpu.get_tensor_model_parallel_world_size()     # sequence parallelism splits the row evenly
-        if rest:
-            tokens.append(torch.zeros(rest, dtype=torch.int64))
-        ends = np.cumsum([0, *lengths])
-        n_response = [n - batch["n_prompt"][i] for i, n in zip(index, lengths)]
-        # the hidden state at position t predicts token t+1: responses are read off one position earlier
-        rows = np.concatenate([np.arange(end - n, end) - 1 for n, end in zip(n_response, ends[1:])])
-        ids = torch.cat(tokens)
-        fields = {}
-        for name in batch.keys() - {"tokens", "n_prompt"}:
-            parts = [np.broadcast_to(np.asarray(batch[name][i], dtype=np.float32), n) if np.ndim(batch[name][i]) == 0 else
-                     np.asarray(batch[name][i], dtype=np.float32) for i, n in zip(index, n_response)]
-            if (sizes := [len(p) for p in parts]) != n_response:
-                raise Stop(f"field {name!r} has {sizes[:4]} values for responses of {n_response[:4]} tokens")
-            fields[name] = torch.from_numpy(np.concatenate(parts)).to(device())
-        cu = torch.tensor(np.cumsum([0, *map(len, tokens)]), dtype=torch.int32, device=device())
-        longest = max(map(len, tokens))
-        return dict(ids=ids[None].to(device()), positions=torch.cat([torch.arange(len(t)) for t in tokens])[None].to(device()),
-                    psp=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest),
-                    rows=torch.from_numpy(rows).to(device()), targets=ids[torch.from_numpy(rows) + 1].to(device()),
-                    index=index, lengths=n_response, fields=fields)
+        return [pack(batch, sorted(mine[j] for j in part), self.layout["tp"]) for part in deal([lengths[i] for i in mine], n)]
 
     def _run(self, micros, loss_of, forward_only=False):
         def step(data, model):
@@ -254,14 +227,7 @@ class TrainerRank:
 
     def save(self, folder):
         """This rank's part of a checkpoint (trainable parameters, optimizer, counters, random state), and the adapter as a PEFT folder."""
-        folder = Path(folder)
-        state = {f"param.{n}": p.detach() for n, p in self.trainable}
-        for name, tensor in self._optimizer_state():
-            state[f"optim.{name}"] = tensor
-        state["updates"], state["rng"] = torch.tensor(self.updates), torch.get_rng_state()
-        (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        save_file({k: v.cpu().clone() for k, v in state.items()}, folder / "ranks" / f"{self.rank:05d}.safetensors",
-                  {"layout": f"{self.world} {self.layout}"})
+        checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer, self.updates)
         self.export(folder)
 
     def export(self, folder):
@@ -276,36 +242,4 @@ class TrainerRank:
 
     def restore(self, folder):
         """Continue from `save`; the layout must be the same."""
-        from safetensors import safe_open
-        file = Path(folder) / "ranks" / f"{self.rank:05d}.safetensors"
-        if not file.exists():
-            raise Stop(f"{folder} has no part for trainer rank {self.rank}: it was saved by fewer ranks than the {self.world} of this run")
-        with safe_open(file, "pt") as f:
-            saved = f.metadata()["layout"]
-        if saved != f"{self.world} {self.layout}":
-            raise Stop(f"{folder} was saved with {saved}, this run has {self.world} {self.layout}: resume with the same layout")
-        state = load_file(file)
-        want = {f"param.{n}": tuple(p.shape) for n, p in self.trainable}
-        have = {k: tuple(v.shape) for k, v in state.items() if k.startswith("param.")}
-        if want != have:
-            odd = sorted(k for k in want.keys() | have.keys() if want.get(k) != have.get(k))[0]
-            raise Stop(f"{file.name} does not fit this model: {odd} has shape {have.get(odd)}, the model wants {want.get(odd)}")
-        with torch.no_grad():
-            for n, p in self.trainable:
-                p.copy_(state[f"param.{n}"])
-            self.optimizer.reload_model_params()
-            for name, tensor in self._optimizer_state(create=True):
-                tensor.copy_(state[f"optim.{name}"])
-        self.updates = int(state["updates"])
-        torch.set_rng_state(state["rng"])
-
-    def _optimizer_state(self, create=False):
-        """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts."""
-        for i, one in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
-            for j, group in enumerate(one.optimizer.param_groups):
-                for k, p in enumerate(group["params"]):
-                    state = one.optimizer.state[p]
-                    if create and not state:
-                        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                    yield f"{i}.{j}.{k}.master", p.detach()
-                    yield from ((f"{i}.{j}.{k}.{name}", state[name]) for name in ("step", "exp_avg", "exp_avg_sq") if name in state)
+        self.updates = checkpoint.restore(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer)

@@ -130,7 +130,7 @@ def plan(cfg):
         ("tokens a step, at most", f"{answers:,} x ({c.max_prompt_tokens:,} + {c.max_response_tokens:,}) = "
                                    f"{answers * (c.max_prompt_tokens + c.max_response_tokens):,}"),
         ("updates", f"{c.steps} steps x {c.updates_per_step} = {c.steps * c.updates_per_step}, each on {mini} x {c.group_size} = {mini * c.group_size:,} answers"),
-        ("learning rate", f"{c.lr:g} from update {c.warmup_updates + 1} on, adapter rank {c.lora_rank}, alpha {c.lora_alpha}"),
+        ("learning rate", f"{c.lr:g} from update {max(1, c.warmup_updates)} on, adapter rank {c.lora_rank}, alpha {c.lora_alpha}"),
         ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
         ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
         ("machines", f"{c.nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else f"the CPU: {os.cpu_count()} cores"),
