@@ -88,7 +88,7 @@ def test_held_out_problems_are_not_trained_on(prepared):
 
 def test_tokenizer(tok):
     prompt = [{"role": "user", "content": "27+8"}]
-    assert tok.convert_ids_to_tokens(arithmetic.encode(tok, prompt)) == [
+    assert tok.convert_ids_to_tokens(dataset.encode(tok, prompt)) == [
         "[gMASK]", "<sop>", "<|user|>", "2", "7", "+", "8", "<|assistant|>", "<think>"]
     assert tok.eos_token == "<|endoftext|>" and tok.eos_token_id == arithmetic.config().eos_token_id == 0
     assert len(tok) <= arithmetic.config().vocab_size <= 400

@@ -76,7 +76,10 @@ def connect(local, object_store_gb=1):
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS") and not local:
-        ray.init(log_to_driver=True)
+        try:
+            ray.init(log_to_driver=True)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise Stop(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {str(error).splitlines()[0]}") from error
     else:
         os.environ.pop("RAY_ADDRESS", None)
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, num_cpus=max(8, os.cpu_count()),

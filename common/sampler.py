@@ -31,6 +31,9 @@ class SamplerEngine:
         if lora_rank:
             # two slots: the version that serves and the one that is staged
             args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=2, max_cpu_loras=2)
+        if tp > 1:
+            # processes of its own, also inside a Ray actor; and the reduction that rounds like everybody else's
+            args |= dict(distributed_executor_backend="mp", enable_expert_parallel=True, disable_custom_all_reduce=True)
         if cuda:
             # "auto" would choose an fp8 cache for this model on Blackwell, without a word
             args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=True,

@@ -109,18 +109,12 @@ def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]
             if not order:
                 order = rng.sample(train, len(train))
             problem = order.pop()
-            prompt = encode(tok, [{"role": "user", "content": question(problem)}])
+            prompt = dataset.encode(tok, [{"role": "user", "content": question(problem)}])
             answer = (long_winded if rng.random() < LONG_SHARE else short)(problem, rng)
             batch.append(np.array(prompt + tok.encode(answer, add_special_tokens=False), np.int32))
             n_prompt.append(len(prompt))
             size += len(batch[-1])
         yield batch, n_prompt
-
-
-def encode(tok, prompt):
-    """Token ids of a prompt (list of {role, content}), open for the assistant's answer."""
-    text = tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return tok.encode(text, add_special_tokens=False)
 
 
 def rows(sums):

@@ -64,6 +64,12 @@ def write(path, rows):
         temporary.unlink(missing_ok=True)
 
 
+def encode(tok, prompt):
+    """Token ids of a prompt (list of {role, content}), open for the assistant's answer."""
+    text = tok.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tok.encode(text, add_special_tokens=False)
+
+
 class Cursor:
     """Which prompts a step trains on: each epoch is a fresh shuffle, cut into whole steps; what is left over waits for the next
     shuffle, and no prompt comes twice in a step. A pure function of (seed, step): a resumed run sees what it would have seen."""

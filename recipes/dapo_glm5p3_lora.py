@@ -22,12 +22,12 @@ probability: logp_rollout from the sampler, logp_old from the trainer before the
 """
 import dataclasses
 import glob
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -123,7 +123,12 @@ PRESETS = {"rehearse": dict(
 
 def plan(cfg):
     """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
-    c, problems = cfg, []
+    c = cfg
+    counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes", "cpu_ranks", "tp", "ep", "pp",
+              "sampler_tp")
+    problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
+    if problems:                                              # the arithmetic below divides by them
+        return report([], problems)
     answers, mini = c.prompts_per_step * c.group_size, c.prompts_per_step // c.updates_per_step
     rows = [
         ("answers a step", f"{c.prompts_per_step} prompts x {c.group_size} = {answers:,}"),
@@ -139,9 +144,10 @@ def plan(cfg):
 
     def must(ok, sentence):
         problems.extend([] if ok else [sentence])
+    must(c.group_size >= 2, f"group_size is {c.group_size}: an advantage within the group needs at least 2 answers")
     must(c.prompts_per_step % c.updates_per_step == 0, f"{c.prompts_per_step} prompts do not divide into {c.updates_per_step} updates")
     must(c.tp * c.pp <= c.trainer_ranks and c.trainer_ranks % (c.tp * c.pp) == 0, f"{c.trainer_ranks} trainer ranks do not divide into TP {c.tp} x PP {c.pp}")
-    must(c.ep > 0 and (c.trainer_ranks // c.pp) % c.ep == 0, f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
+    must((c.trainer_ranks // c.pp) % c.ep == 0, f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
     must(c.dp == 0 or mini * c.group_size >= c.dp, f"a mini-batch of {mini * c.group_size} answers is too small for DP {c.dp}")
     must(not c.gpus_per_node or c.gpus_per_node % c.sampler_tp == 0, f"{c.gpus_per_node} GPUs of a node do not divide into sampler TP {c.sampler_tp}")
     must(0 < c.overlong_buffer <= c.max_response_tokens, f"overlong_buffer {c.overlong_buffer} is not within 1..{c.max_response_tokens}")
@@ -155,7 +161,12 @@ def plan(cfg):
             must(Path(path).is_file(), f"no data file {path}")
     must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
-    print(cli.table(rows))
+    return report(rows, problems)
+
+
+def report(rows, problems):
+    if rows:
+        print(cli.table(rows))
     for sentence in problems:
         print(f"problem: {sentence}")
     print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
@@ -192,13 +203,18 @@ def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
 
 # -- sampling and grading ---------------------------------------------------------------------------------------------------------------
 
+def seed_of(*what):
+    """A seed that depends on all of `what` and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4])
+
+
 def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p):
     """`samples` answers to every row, graded: a list of B dicts in the order row 0 sample 0, row 0 sample 1, ..."""
     from common import rewards
     from common.sampler import spread
     prompts = [row["prompt_tokens"] for row in rows for _ in range(samples)]
     # one seed an answer, from the run's seed and what the answer is for: the same answers again after a resume
-    seeds = [zlib.crc32(f"{seed} {row['id']} {g}".encode()) for row in rows for g in range(samples)]
+    seeds = [seed_of(seed, row["id"], g) for row in rows for g in range(samples)]
     rollouts = spread(sampler, prompts, seeds, max_tokens, temperature, top_p)
     for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
         text = tok.decode(rollout["tokens"], skip_special_tokens=False)
@@ -269,13 +285,17 @@ def checkpoints(run):
 
 def read(path, tok, max_prompt_tokens):
     """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
-    from data.arithmetic import encode
-    rows = [{**row, "prompt_tokens": encode(tok, row["prompt"])} for row in dataset.load(path, ("id", "prompt", "answer"))]
+    from common import rewards
+    rows = [{**row, "prompt_tokens": dataset.encode(tok, row["prompt"])} for row in dataset.load(path, ("id", "prompt", "answer"))]
+    if odd := next((row for row in rows if rewards.integer(row["answer"]) is None), None):
+        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is not an integer, which is all that the grader knows")
     for row in rows:                                          # GLM's template opens the thinking block: an answer must close it to count
         row["opens_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
     kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
     if len(kept) < len(rows):
         print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens and are left out")
+    if not kept:
+        raise cli.Stop(f"{path}: none of the {len(rows)} prompts is at most {max_prompt_tokens} tokens long")
     return kept
 
 
