@@ -1,24 +1,26 @@
-"""DAPO on competition maths with a LoRA adapter, GLM-5.3 (753B): 20 steps, AIME-2024 at 8,192 tokens from 57 % to 81 % as published.
+"""DAPO on competition maths with a LoRA adapter, GLM-5.3 (753B): published: AIME-2024 57 % -> 81 % in 20 steps.
 
 plan      python recipes/dapo_glm5p3_lora.py --plan           # what it will do and what is missing; seconds, no GPU
-rehearse  python recipes/dapo_glm5p3_lora.py --rehearse       # the same code on 2 CPU cores or one GPU, a 2M-parameter GLM-5.3, ~5 min
+rehearse  python recipes/dapo_glm5p3_lora.py --rehearse       # the same code, a tiny GLM-5.3, 2 CPU cores or one GPU
 full      RAY_ADDRESS=auto python recipes/dapo_glm5p3_lora.py # 4 nodes x 8 B300, trainer and sampler on the same GPUs
 resume    ... --resume                                        # goes on from the newest checkpoint in runs/NAME
 
 What differs from the DAPO paper (arXiv 2503.14476), as in the published run unless it says otherwise:
  1. No dynamic sampling: groups whose answers are all right or all wrong stay in, with advantage 0.
- 2. 128 prompts x 16 answers a step in 4 updates (paper: 512 x 16 in 16), learning rate 1e-5 for the adapter after 40 warm-up updates.
+ 2. 128 prompts x 16 answers a step in 4 updates (paper: 512 x 16 in 16), learning rate 1e-5 after 40 warm-up updates.
  3. Dual clip: for a negative advantage the loss of a token is at most 10 x |advantage| (paper: unbounded).
- 4. Truncated importance sampling: the sampler's and the trainer's log-probabilities differ by rounding, each token is weighted by their
-    ratio, at most 2 (paper: none).
- 5. Response cap 8,192 tokens, the last 4,096 of them penalised (paper: 20,480 and 4,096). A response that hits the cap is not learned
-    from (overlong filtering) but counts in its group's mean.
- 6. Answers are graded by the strict integer grader of common/rewards.py (the published run: DAPO's rule, which rejects "Answer: 204.").
- 7. kv_b_proj is not adapted (the published run adapts it): vLLM 0.32's MLA attention ignores that adapter while decoding.
+ 4. Truncated importance sampling: the sampler's and the trainer's log-probabilities differ by rounding, each token is
+    weighted by their ratio, at most 2 (paper: none).
+ 5. Response cap 8,192 tokens, the last 4,096 of them penalised (paper: 20,480 and 4,096). A response that hits the cap is
+    not learned from (overlong filtering) but counts in its group's mean.
+ 6. Answers are graded by the strict integer grader of common/rewards.py (the published run: DAPO's rule, which rejects
+    "Answer: 204.").
+ 7. kv_b_proj is not adapted (the published run adapts it): vLLM 0.32's MLA attention ignores that adapter in decoding.
  8. Packed micro-batches of 16,384 tokens (the published run: one sequence at a time).
 
-Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the taken token's
-probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new during them.
+Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
+taken token's probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new
+during them.
 """
 import dataclasses
 import glob
@@ -40,10 +42,11 @@ from data import dataset  # noqa: E402
 class Config:
     # model
     model: str = "zai-org/GLM-5.3-BF16"      # folder of the checkpoint, bf16; never a name to download
-    dtype: str = "bfloat16"                  # of base weights, activations and the published adapter; adapter parameters are float32
+    dtype: str = "bfloat16"                  # of base, activations and published adapter; adapter parameters are float32
     lora_rank: int = 32                      # alpha / rank = 1
     lora_alpha: int = 32
-    lora_targets: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj",
+                                     "gate_proj", "up_proj", "down_proj")
     lora_experts: str = "shared"             # shared: one adapter for all routed experts of a layer; each: one per expert
     # data
     train_data: str = "data/dapo_math.parquet"   # 17,398 prompts; data/README.md says how it is made
@@ -79,7 +82,7 @@ class Config:
     sampler_tp: int = 8
     max_tokens_per_micro_batch: int = 16384
     recompute: str = "full"                  # activations: full or none
-    logprob_chunk: int = 8192                # tokens whose logits exist at a time: 8,192 x 154,880 / TP 8 x 4 B = 0.6 GB
+    logprob_chunk: int = 8192                # tokens whose logits exist at once: 8,192 x 154,880 / TP 8 x 4 B = 0.6 GB
     max_num_seqs: int = 32                   # concurrent requests of one engine
     gpu_memory_utilization: float = 0.8
     # evaluation
@@ -111,21 +114,21 @@ class Config:
         return self.trainer_ranks // (self.tp * self.pp)
 
 
-# Smaller in the rehearsal: the model (2M parameters, taught to add), the problems, lengths, batch, rank and layout; larger: learning rate.
+# Smaller in the rehearsal: model (taught to add), problems, lengths, batch, rank and layout; larger: the learning rate.
 PRESETS = {"rehearse": dict(
-    model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32, prompts_per_step=32, group_size=8,
-    max_response_tokens=48, overlong_buffer=24, lr=1e-3, warmup_updates=8, nodes=1, gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1,
-    max_tokens_per_micro_batch=4096, recompute="none", logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5,
-    name="rehearse")}
+    model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32,
+    prompts_per_step=32, group_size=8, max_response_tokens=48, overlong_buffer=24, lr=1e-3, warmup_updates=8, nodes=1,
+    gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096, recompute="none",
+    logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5, name="rehearse")}
 
 
-# -- plan -------------------------------------------------------------------------------------------------------------------------------
+# -- plan ------------------------------------------------------------------------------------------------------------
 
 def plan(cfg):
     """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
     c = cfg
-    counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes", "cpu_ranks", "tp", "ep", "pp",
-              "sampler_tp")
+    counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes",
+              "cpu_ranks", "tp", "ep", "pp", "sampler_tp")
     problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
     if problems:                                              # the arithmetic below divides by them
         return report([], problems)
@@ -134,8 +137,10 @@ def plan(cfg):
         ("answers a step", f"{c.prompts_per_step} prompts x {c.group_size} = {answers:,}"),
         ("tokens a step, at most", f"{answers:,} x ({c.max_prompt_tokens:,} + {c.max_response_tokens:,}) = "
                                    f"{answers * (c.max_prompt_tokens + c.max_response_tokens):,}"),
-        ("updates", f"{c.steps} steps x {c.updates_per_step} = {c.steps * c.updates_per_step}, each on {mini} x {c.group_size} = {mini * c.group_size:,} answers"),
-        ("learning rate", f"{c.lr:g} from update {max(1, c.warmup_updates)} on, adapter rank {c.lora_rank}, alpha {c.lora_alpha}"),
+        ("updates", f"{c.steps} steps x {c.updates_per_step} = {c.steps * c.updates_per_step}, "
+                    f"each on {mini} x {c.group_size} = {mini * c.group_size:,} answers"),
+        ("learning rate", f"{c.lr:g} from update {max(1, c.warmup_updates)} on"),
+        ("adapter", f"rank {c.lora_rank}, alpha {c.lora_alpha}, {c.lora_experts} for routed experts"),
         ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
         ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
         ("machines", f"{c.nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else f"the CPU: {os.cpu_count()} cores"),
@@ -145,13 +150,19 @@ def plan(cfg):
     def must(ok, sentence):
         problems.extend([] if ok else [sentence])
     must(c.group_size >= 2, f"group_size is {c.group_size}: an advantage within the group needs at least 2 answers")
-    must(c.prompts_per_step % c.updates_per_step == 0, f"{c.prompts_per_step} prompts do not divide into {c.updates_per_step} updates")
-    must(c.tp * c.pp <= c.trainer_ranks and c.trainer_ranks % (c.tp * c.pp) == 0, f"{c.trainer_ranks} trainer ranks do not divide into TP {c.tp} x PP {c.pp}")
-    must((c.trainer_ranks // c.pp) % c.ep == 0, f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
+    must(c.prompts_per_step % c.updates_per_step == 0,
+         f"{c.prompts_per_step} prompts do not divide into {c.updates_per_step} updates")
+    must(c.dp > 0 and c.trainer_ranks % (c.tp * c.pp) == 0,
+         f"{c.trainer_ranks} trainer ranks do not divide into TP {c.tp} x PP {c.pp}")
+    must((c.trainer_ranks // c.pp) % c.ep == 0,
+         f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
     must(c.dp == 0 or mini * c.group_size >= c.dp, f"a mini-batch of {mini * c.group_size} answers is too small for DP {c.dp}")
-    must(not c.gpus_per_node or c.gpus_per_node % c.sampler_tp == 0, f"{c.gpus_per_node} GPUs of a node do not divide into sampler TP {c.sampler_tp}")
-    must(0 < c.overlong_buffer <= c.max_response_tokens, f"overlong_buffer {c.overlong_buffer} is not within 1..{c.max_response_tokens}")
-    must(c.lora_rank in (1, 8, 16, 32, 64, 128, 256, 320, 512), f"vLLM has no slots for LoRA rank {c.lora_rank}: 1, 8, 16, 32, 64, 128, 256, 320 or 512")
+    must(not c.gpus_per_node or c.gpus_per_node % c.sampler_tp == 0,
+         f"{c.gpus_per_node} GPUs of a node do not divide into sampler TP {c.sampler_tp}")
+    must(0 < c.overlong_buffer <= c.max_response_tokens,
+         f"overlong_buffer {c.overlong_buffer} is not within 1..{c.max_response_tokens}")
+    ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    must(c.lora_rank in ranks, f"vLLM has no slots for LoRA rank {c.lora_rank}: {', '.join(map(str, ranks))}")
     must(c.lora_experts in ("shared", "each"), f"lora_experts is {c.lora_experts!r}: shared or each")
     must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
@@ -173,35 +184,37 @@ def report(rows, problems):
     return problems
 
 
-# -- algorithm: pure functions of arrays and tensors ------------------------------------------------------------------------------------
+# -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
 
 def group_advantage(reward_PG):
-    """(r - mean) / (std + 1e-6) within each group of answers to one prompt; sample standard deviation (GRPO, arXiv 2402.03300)."""
+    """(r - mean) / (std + 1e-6) within each group of answers to one prompt; std with n - 1 (GRPO, arXiv 2402.03300)."""
     import numpy as np
     return (reward_PG - reward_PG.mean(1, keepdims=True)) / (np.std(reward_PG, axis=1, ddof=1, keepdims=True) + 1e-6)
 
 
 def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
     def policy_loss(logp_new, entropy, mb):
-        """Clipped policy gradient, summed over tokens. logp_new, entropy and the fields of mb: (N,). mb["weight"] is 1 / (unmasked tokens
-        of the whole mini-batch), or 0 for a masked token: the sum is DAPO's token mean over all ranks and micro-batches."""
+        """Clipped policy gradient, summed over tokens. logp_new, entropy and the fields of mb: (N,). mb["weight"] is
+        1 / (unmasked tokens of the whole mini-batch), or 0 for a masked token: the sum is DAPO's token mean over all ranks
+        and micro-batches."""
         import torch
         weight, adv = mb["weight"], mb["adv"]
         ratio = (logp_new - mb["logp_old"]).exp()
         surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
         surrogate = torch.where(adv < 0, torch.maximum(surrogate, dual_clip * adv), surrogate)
-        # the answers come from the sampler's distribution, the gradient is the trainer's (arXiv 2508.03260 discusses the correction)
+        # the tokens were drawn from the sampler's distribution, which rounds otherwise than the trainer's (Yao et al. 2025,
+        # "Your efficient RL framework secretly brings you off-policy RL training")
         tis = (mb["logp_old"] - mb["logp_rollout"]).exp().clamp(max=is_cap)
         loss = -(weight * tis * surrogate).sum()
         with torch.no_grad():
             clipped = ((adv > 0) & (ratio > 1 + clip_high)) | ((adv < 0) & (ratio < 1 - clip_low))
-            metrics = {"clip": (weight * clipped).sum(), "entropy": (weight * entropy).sum(), "tis_capped": (weight * (tis >= is_cap)).sum(),
-                       "kl_old": (weight * (ratio - 1 - ratio.log())).sum()}
+            metrics = {"clip": (weight * clipped).sum(), "entropy": (weight * entropy).sum(),
+                       "tis_capped": (weight * (tis >= is_cap)).sum(), "kl_old": (weight * (ratio - 1 - ratio.log())).sum()}
         return loss, metrics
     return policy_loss
 
 
-# -- sampling and grading ---------------------------------------------------------------------------------------------------------------
+# -- sampling and grading --------------------------------------------------------------------------------------------
 
 def seed_of(*what):
     """A seed that depends on all of `what` and on nothing else."""
@@ -219,7 +232,8 @@ def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p
     for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
         text = tok.decode(rollout["tokens"], skip_special_tokens=False)
         grade = rewards.grade(text, row["answer"], in_think=row["opens_think"])
-        rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted, is_correct=grade.correct)
+        rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted,
+                       is_correct=grade.correct)
     return rollouts
 
 
@@ -227,36 +241,41 @@ def evaluate(run, step, sampler, tok, rows, cfg):
     """avg@k over the held-out problems with the published protocol; every sample goes to eval/step-N.jsonl."""
     import numpy as np
     start = time.time()
-    rollouts = answer_all(sampler, tok, rows, cfg.eval_samples, f"{cfg.seed} eval", cfg.max_response_tokens, 1.0, cfg.eval_top_p)
+    rollouts = answer_all(sampler, tok, rows, cfg.eval_samples, f"{cfg.seed} eval", cfg.max_response_tokens, 1.0,
+                          cfg.eval_top_p)
     right, cut = (np.array([r[k] for r in rollouts], dtype=float) for k in ("is_correct", "is_truncated"))
-    lines = [json.dumps({"id": r["id"], "text": r["text"], "tokens": len(r["tokens"]), "is_truncated": r["is_truncated"], "extracted": r["extracted"],
-                         "is_correct": r["is_correct"]}) for r in rollouts]
+    lines = [json.dumps({"id": r["id"], "text": r["text"], "tokens": len(r["tokens"]), "is_truncated": r["is_truncated"],
+                         "extracted": r["extracted"], "is_correct": r["is_correct"]}) for r in rollouts]
     (run.folder / "eval").mkdir(exist_ok=True)
     cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "\n".join(lines) + "\n")
     p = right.reshape(len(rows), -1).mean(1)
-    found = {"eval/accuracy": right.mean(), "eval/stderr": float(np.sqrt((p * (1 - p)).sum() / cfg.eval_samples) / len(rows)),
+    found = {"eval/accuracy": right.mean(), "eval/stderr": np.sqrt((p * (1 - p)).sum() / cfg.eval_samples) / len(rows),
              "eval/capped": cut.mean(), "eval/accuracy_finished": right[cut == 0].mean() if (cut == 0).any() else 0.0,
              "eval/tokens": float(np.mean([len(r["tokens"]) for r in rollouts])), "time/eval_s": time.time() - start}
-    print(f"eval at step {step}: accuracy {found['eval/accuracy']:.3f} (of finished answers {found['eval/accuracy_finished']:.3f}), "
-          f"at the cap {found['eval/capped']:.3f}, {found['eval/tokens']:.1f} tokens; {len(rows)} problems x {cfg.eval_samples}", flush=True)
+    print(f"eval at step {step}: accuracy {found['eval/accuracy']:.3f} (of finished answers "
+          f"{found['eval/accuracy_finished']:.3f}), at the cap {found['eval/capped']:.3f}, {found['eval/tokens']:.1f} tokens; "
+          f"{len(rows)} problems x {cfg.eval_samples}", flush=True)
     return found
 
 
-# -- start and checkpoints --------------------------------------------------------------------------------------------------------------
+# -- start and checkpoints -------------------------------------------------------------------------------------------
 
 def start(cfg, run):
     """Ray, the trainer's ranks and the sampler's engines, all on the same nodes; returns (trainer, sampler)."""
     from common import cluster
     place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     per_node = cfg.gpus_per_node
+    gpus = per_node and [range(i * cfg.sampler_tp % per_node, i * cfg.sampler_tp % per_node + cfg.sampler_tp)
+                         for i in range(cfg.engines)]
     sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
-        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens,
-        max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, seed=cfg.seed)] * cfg.engines,
-        gpus=per_node and [",".join(str(i * cfg.sampler_tp % per_node + j) for j in range(cfg.sampler_tp)) for i in range(cfg.engines)])
+        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_num_seqs=cfg.max_num_seqs,
+        max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, gpu_memory_utilization=cfg.gpu_memory_utilization,
+        seed=cfg.seed)] * cfg.engines, gpus=gpus and [",".join(map(str, g)) for g in gpus])
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
-        rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype, lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts, lr=cfg.lr, warmup_updates=cfg.warmup_updates,
-        weight_decay=cfg.weight_decay, betas=cfg.betas, clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
+        rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
+        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
+        lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
+        clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
         logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
         gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
     trainer.ready()
@@ -286,29 +305,31 @@ def checkpoints(run):
 def read(path, tok, max_prompt_tokens):
     """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
     from common import rewards
-    rows = [{**row, "prompt_tokens": dataset.encode(tok, row["prompt"])} for row in dataset.load(path, ("id", "prompt", "answer"))]
+    rows = dataset.load(path, ("id", "prompt", "answer"))
     if odd := next((row for row in rows if rewards.integer(row["answer"]) is None), None):
-        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is not an integer, which is all that the grader knows")
-    for row in rows:                                          # GLM's template opens the thinking block: an answer must close it to count
+        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is no integer, all that the grader knows")
+    for row in rows:
+        row["prompt_tokens"] = dataset.encode(tok, row["prompt"])
+        # GLM's template opens the thinking block: an answer must close it to count
         row["opens_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
     kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
     if len(kept) < len(rows):
-        print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens and are left out")
+        print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens: left out")
     if not kept:
         raise cli.Stop(f"{path}: none of the {len(rows)} prompts is at most {max_prompt_tokens} tokens long")
     return kept
 
 
-# -- main -------------------------------------------------------------------------------------------------------------------------------
+# -- main ------------------------------------------------------------------------------------------------------------
 
 def main(check_only=False):
     cfg = cli.parse(Config, PRESETS, __doc__)
     if cfg.rehearse:
         if glob.glob("/dev/nvidia[0-9]*"):
             cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization = 1, "bfloat16", 0.3
-        print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than in the real run")
+        print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
     if check_only or (cfg.name == PRESETS["rehearse"]["name"] and not cfg.resume):
-        cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")     # every one its own folder
+        cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
     problems = plan(cfg)
     if problems or cfg.plan:
         return 2 if problems else 0
@@ -337,7 +358,7 @@ def main(check_only=False):
     first, version = 1, 0
     if cfg.resume:
         if not checkpoints(run):
-            raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: delete the folder or use another --name")
+            raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
         newest = checkpoints(run)[-1]
         trainer.restore(str(newest))
         state = json.loads((newest / "state.json").read_text())
@@ -364,7 +385,7 @@ def main(check_only=False):
         # 1. sample: G answers to each of P prompts, from the version published last
         rows = [train_rows[i] for i in cursor.indices(step - 1)]
         rollouts = answer_all(sampler, tok, rows, G, f"{cfg.seed} {step}", cfg.max_response_tokens, cfg.temperature, 1.0)
-        assert all((r["versions"] == version).all() for r in rollouts), f"answers of step {step} are not all from version {version}"
+        assert all((r["versions"] == version).all() for r in rollouts), f"step {step}: answers not all from version {version}"
         sampler.sleep()
         clock.append(time.time())
 
@@ -372,7 +393,8 @@ def main(check_only=False):
         length_B = np.array([len(r["tokens"]) for r in rollouts])
         is_truncated_B = np.array([r["is_truncated"] for r in rollouts])
         is_correct_B = np.array([r["is_correct"] for r in rollouts])
-        penalty_B = np.array([rewards.soft_length_penalty(n, cfg.max_response_tokens, cfg.overlong_buffer, cfg.overlong_factor) for n in length_B])
+        penalty_B = np.array([rewards.soft_length_penalty(n, cfg.max_response_tokens, cfg.overlong_buffer, cfg.overlong_factor)
+                              for n in length_B])
         reward_B = np.where(is_correct_B, 1.0, -1.0) - penalty_B
 
         # 3. advantage; a truncated answer is not learned from, because its end is missing, not wrong (DAPO 3.4)
@@ -409,8 +431,9 @@ def main(check_only=False):
 
         # 7. log, evaluate, save
         gap = np.abs(np.concatenate(logp_old) - np.concatenate(logp_rollout))
-        metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(), "rollout/capped": is_truncated_B.mean(),
-                   "rollout/tokens": length_B.mean(), "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
+        metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(),
+                   "rollout/capped": is_truncated_B.mean(), "rollout/tokens": length_B.mean(),
+                   "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
                    "mismatch/mean": gap.mean(), "mismatch/max": gap.max(), "policy/version": version,
                    **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
                    **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
@@ -425,7 +448,7 @@ def main(check_only=False):
 
     trainer.export(str(run.folder.absolute()))
     run.finish({"steps": cfg.steps, "version": version})
-    print(f"done: {run.folder}/metrics.jsonl, evaluations in {run.folder}/eval, the adapter for peft and vLLM in {run.folder}/adapter")
+    print(f"done: {run.folder} has metrics.jsonl, the evaluations in eval/, and the adapter for peft and vLLM in adapter/")
     return 0
 
 
