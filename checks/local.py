@@ -1,4 +1,5 @@
-"""Trainer and sampler in the test's own process, behind the same interface as cluster.Group: no Ray, so a test can reach inside."""
+"""Trainer and sampler in the test's own process, behind the same interface as cluster.Group: no Ray, so a test can
+reach inside."""
 
 
 class Local:

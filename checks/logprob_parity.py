@@ -2,13 +2,17 @@
 
     python checks/logprob_parity.py --rehearse          # tiny model, CPU or one GPU; prints the table, exit code 0 or 1
 
- 1 agree     the same tokens through both copies: mean |dlogp| within the tolerance, both for a prefill and for the sampler's own decode
- 2 change    only the trainer's adapter: noise seeded by parameter name, as small as moves the trainer by a few tolerances
- 3 stale     the sampler was told nothing: it must answer exactly as before, so the two must now disagree by more than the tolerance
+ 1 agree     the same tokens through both copies: mean |dlogp| within the tolerance, both for a prefill and for the
+             sampler's own decode
+ 2 change    only the trainer's adapter: noise seeded by parameter name, as small as moves the trainer by a few
+             tolerances
+ 3 stale     the sampler was told nothing: it must answer exactly as before, so the two must now disagree by more than
+             the tolerance
  4 publish   the changed adapter
  5 agree     again, prefill and decode
-Then the change is taken back, published, and must leave both copies exactly where they were. Why 2 and 3: at the start lora_B is zero, so
-a dead hand-off passes step 1, and step 5 means something only if the stale sampler was seen to disagree.
+Then the change is taken back, published, and must leave both copies exactly where they were. Why 2 and 3: at the start
+lora_B is zero, so a dead hand-off passes step 1, and step 5 means something only if the stale sampler was seen to
+disagree.
 Recipes run `five_steps` before their first training step and after every resume.
 """
 import sys
@@ -23,17 +27,20 @@ from common import cli, sync  # noqa: E402
 from common.batch import merge  # noqa: E402
 from common.sampler import spread  # noqa: E402
 
-# Largest gap between two right copies, (mean, max) of |dlogp| over response tokens. bfloat16: the mean that the field report uses (the
-# real model shows 0.02-0.03 and at most 0.5). float32: measured 1e-6, with room for a top-k that flips on a tie.
+# Largest gap between two right copies, (mean, max) of |dlogp| over response tokens. bfloat16: the mean that the field
+# report uses (the real model shows 0.02-0.03 and at most 0.5). float32: measured 1e-6, with room for a top-k that flips
+# on a tie.
 TOLERANCE = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 2.0)}
 REPEAT = {"float32": 1e-4, "bfloat16": 0.02}    # the same engine asked twice; batches differ in shape, kernels in summation order
-# The change must move the trainer by this many tolerances, so that step 3 leaves no doubt; little in bf16, where a larger adapter amplifies rounding.
+# The change must move the trainer by this many tolerances, so that step 3 leaves no doubt; little in bf16, where a
+# larger adapter amplifies rounding.
 STALE_FACTOR = {"float32": 10, "bfloat16": 3}
 
 
 def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, say=print):
-    """Run the check on groups of actors (or what behaves alike). prompts: lists of token ids; their answers, at most max_tokens long, are
-    the tokens compared. version: the last one published; three more are published. Returns a report dict: passed, version, rows, why."""
+    """Run the check on groups of actors (or what behaves alike). prompts: lists of token ids; their answers, at most
+    max_tokens long, are the tokens compared. version: the last one published; three more are published. Returns a
+    report dict: passed, version, rows, why."""
     mean_limit, max_limit = TOLERANCE[dtype]
     started, rows, failures = time.time(), [], []
     seeds = [seed + i for i in range(len(prompts))]
@@ -50,14 +57,15 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     def decode():
         """Fresh answers, and the log-probabilities that the sampler gave them while decoding."""
         answers = spread(sampler, prompts, seeds, max_tokens)
-        return ({"tokens": [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts, answers)], "n_prompt": [len(p) for p in prompts]},
-                [a["logp"] for a in answers])
+        tokens = [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts, answers)]
+        return {"tokens": tokens, "n_prompt": [len(p) for p in prompts]}, [a["logp"] for a in answers]
 
     def row(step, what, mine, theirs, ok=None, note=""):
         d = np.abs(np.concatenate(mine) - np.concatenate(theirs))
         good = bool(np.isfinite(d).all()) and (ok(d) if ok else bool(d.mean() <= mean_limit and d.max() <= max_limit))
         worst = max(float(np.abs(a - b).mean()) for a, b in zip(mine, theirs))
-        rows.append(dict(step=step, what=what, mean=float(d.mean()), max=float(d.max()), worst_sequence=worst, n=d.size, ok=good, note=note))
+        rows.append(dict(step=step, what=what, mean=float(d.mean()), max=float(d.max()), worst_sequence=worst, n=d.size,
+                         ok=good, note=note))
         if not good:
             failures.append(f"step {step} ({what}): mean {d.mean():.2g}, max {d.max():.2g}{', ' + note if note else ''}")
         return d
@@ -101,10 +109,12 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     if [f for f in trainer.fingerprint() if f] != before:
         failures.append("step 6: the trainer's adapter is not what it was before the check")
 
-    report = dict(passed=not failures, why=failures, rows=rows, version=version + 3, dtype=dtype, tolerance=[mean_limit, max_limit], noise_std=std,
-                  seconds=round(time.time() - started, 1), bytes=info["bytes"], tensors=info["tensors"], ranks=info["ranks"])
-    say(cli.table([[r["step"], r["what"], f"{r['mean']:.2e}", f"{r['max']:.2e}", f"{r['worst_sequence']:.2e}", r["n"], "yes" if r["ok"] else "NO", r["note"]]
-                   for r in rows], ["step", "", "mean |dlogp|", "max", "worst sequence", "tokens", "ok", ""]))
+    report = dict(passed=not failures, why=failures, rows=rows, version=version + 3, dtype=dtype,
+                  tolerance=[mean_limit, max_limit], noise_std=std, seconds=round(time.time() - started, 1),
+                  bytes=info["bytes"], tensors=info["tensors"], ranks=info["ranks"])
+    say(cli.table([[r["step"], r["what"], f"{r['mean']:.2e}", f"{r['max']:.2e}", f"{r['worst_sequence']:.2e}", r["n"],
+                    "yes" if r["ok"] else "NO", r["note"]] for r in rows],
+                  ["step", "", "mean |dlogp|", "max", "worst sequence", "tokens", "ok", ""]))
     say(f"five-step check: {'passed' if report['passed'] else 'FAILED: ' + '; '.join(failures)} "
         f"({info['tensors']} tensors, {info['bytes'] / 1e6:.1f} MB to {info['ranks']} sampler ranks, {report['seconds']} s)")
     return report

@@ -54,7 +54,8 @@ def test_token_mean_over_the_whole_mini_batch():
     weight = torch.full((10,), 0.1, dtype=torch.float64)
     adv = torch.tensor([1.0] + [-1.0] * 9, dtype=torch.float64)
     logp = torch.zeros(10, dtype=torch.float64, requires_grad=True)
-    loss, metrics = LOSS(logp, torch.ones(10), {"weight": weight, "adv": adv, "logp_old": logp.detach(), "logp_rollout": logp.detach()})
+    loss, metrics = LOSS(logp, torch.ones(10), {"weight": weight, "adv": adv, "logp_old": logp.detach(),
+                                                "logp_rollout": logp.detach()})
     loss.backward()
     assert loss.item() == pytest.approx(0.8) and logp.grad.tolist() == pytest.approx([-0.1] + [0.1] * 9)
     assert metrics["entropy"].item() == pytest.approx(1.0) and metrics["clip"].item() == 0
@@ -63,9 +64,11 @@ def test_token_mean_over_the_whole_mini_batch():
 def test_group_advantage():
     reward = np.array([[1.0, 1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0], [1.0, -1.0, -1.0, -2.0]])
     adv = recipe.group_advantage(reward)
-    assert adv[0] == pytest.approx([0.8660247, 0.8660247, -0.8660247, -0.8660247], abs=2e-6)        # std of +-1 with n - 1: 1.1547
+    # the standard deviation of +-1 with n - 1: 1.1547
+    assert adv[0] == pytest.approx([0.8660247, 0.8660247, -0.8660247, -0.8660247], abs=2e-6)
     assert (adv[1] == 0).all(), "a group without differences teaches nothing"
-    assert adv[2].sum() == pytest.approx(0, abs=1e-6) and adv[2, 3] == pytest.approx((-2 + 0.75) / np.std(reward[2], ddof=1), abs=1e-5)
+    assert adv[2].sum() == pytest.approx(0, abs=1e-6)
+    assert adv[2, 3] == pytest.approx((-2 + 0.75) / np.std(reward[2], ddof=1), abs=1e-5)
 
 
 def test_seeds_differ_between_steps_prompts_and_answers():

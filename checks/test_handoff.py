@@ -1,4 +1,5 @@
-"""A real vLLM engine and a real trainer rank in one process: what is published is what is sampled, family by family, and faults are caught.
+"""A real vLLM engine and a real trainer rank in one process: what is published is what is sampled, family by family,
+and faults are caught.
 
 DTYPE=bfloat16 runs the families on a bf16 engine (checks/test_handoff_bf16.py does, in a process of its own).
 """
@@ -21,11 +22,11 @@ from data import arithmetic
 
 DTYPE = os.environ.get("DTYPE", "float32")
 CUDA = torch.cuda.is_available()
-# float32: rounding only. bf16: measured 0.002-0.04. What the adapter itself changes must be four times the gap: a missing or doubled
-# adapter makes gap and change alike.
+# float32: rounding only. bf16: measured 0.002-0.04. What the adapter itself changes must be four times the gap: a
+# missing or doubled adapter makes gap and change alike.
 MEAN, MAX, SIZE = {"float32": (2e-6, 5e-5, 0.5), "bfloat16": (0.06, 1, 3.0)}[DTYPE]
-ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", *([] if CUDA else ["self_attn.kv_b_proj"]),
-             "self_attn.o_proj"]
+ATTENTION = ["self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+             *([] if CUDA else ["self_attn.kv_b_proj"]), "self_attn.o_proj"]
 FAMILIES = {**{name: [name] for name in ATTENTION}, "dense": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
             "shared expert": [f"mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")],
             "routed experts": [f"mlp.experts.{p}_proj" for p in ("gate", "up", "down")], "all": None}
@@ -36,7 +37,8 @@ only_float32 = pytest.mark.skipif(DTYPE != "float32", reason="float32 alone is e
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("handoff")
     # bf16: smaller weights, or the rounding of a random model alone exceeds the tolerance that real ones keep
-    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {} if DTYPE == "float32" else {"initializer_range": 0.02}))
+    widths = arithmetic.CUDA_WIDTHS if CUDA else {} if DTYPE == "float32" else {"initializer_range": 0.02}
+    arithmetic.prepare(path, dtype=DTYPE, **widths)
     return path / "start"
 
 
@@ -48,7 +50,9 @@ def engine(folder):
 
 @pytest.fixture(scope="module", params=["shared", "each"])
 def trainer(request, folder, tmp_path_factory):
-    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=[t for t in lora.TARGETS if not CUDA or t != "kv_b_proj"], experts=request.param, lr=1e-3)
+    targets = [t for t in lora.TARGETS if not CUDA or t != "kv_b_proj"]
+    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=targets, experts=request.param,
+                       lr=1e-3)
     rank.load(tmp_path_factory.mktemp("rendezvous") / "file")
     yield rank
     mpu.destroy_model_parallel()
@@ -69,13 +73,15 @@ def set_family(trainer, kinds, size=SIZE):
     g = torch.Generator().manual_seed(1)
     for key, view in lora.named(trainer.model, trainer.cfg):
         if key.endswith("lora_B"):
-            view.copy_((torch.randn(view.shape, generator=g) * size / 8).to(view.device) if kinds is None or kind(key)[:-len(".lora_B")] in kinds else torch.zeros(()))
+            wanted = kinds is None or kind(key)[:-len(".lora_B")] in kinds
+            view.copy_((torch.randn(view.shape, generator=g) * size / 8).to(view.device) if wanted else torch.zeros(()))
 
 
 def scored(trainer, engine, prompts, seed=0):
     """(decode gap, prefill gap, trainer's logp) over fresh answers: arrays over all response tokens."""
     answers = engine.generate(prompts, [seed, seed + 1, seed + 2], 24)
-    batch = {"tokens": [np.concatenate([p, a["tokens"]]) for p, a in zip(prompts, answers)], "n_prompt": [len(p) for p in prompts]}
+    tokens = [np.concatenate([p, a["tokens"]]) for p, a in zip(prompts, answers)]
+    batch = {"tokens": tokens, "n_prompt": [len(p) for p in prompts]}
     mine = merge([trainer.logprobs(batch)], len(prompts))
     theirs = engine.score(batch["tokens"], batch["n_prompt"])
     gap = lambda xs: np.abs(np.concatenate(xs) - np.concatenate(mine))                                       # noqa: E731
@@ -99,7 +105,8 @@ def test_published_equals_trainer(trainer, engine, prompts, family):
 
 
 def check(trainer, engine, prompts):
-    return logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16, version=engine.version, say=lambda *_: None)
+    return logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16,
+                                     version=engine.version, say=lambda *_: None)
 
 
 def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine, prompts):
@@ -144,8 +151,10 @@ def one_layer_stale(tensors):
 
 @pytest.mark.skipif(not CUDA, reason="the CPU sampler applies kv_b_proj adapters")
 def test_an_adapter_that_vllm_would_ignore_is_refused(trainer, engine, monkeypatch):
-    faulty_export(monkeypatch, lambda t: {**t, **{f"layers.{i}.self_attn.kv_b_proj.lora_{ab}": torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-                                                  for i in range(4) for ab, shape in (("A", (8, 512)), ("B", (16 * 448, 8)))}})
+    shapes = {"A": (8, 512), "B": (16 * 448, 8)}
+    faulty_export(monkeypatch, lambda t: {**t, **{
+        f"layers.{i}.self_attn.kv_b_proj.lora_{ab}": torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        for i in range(4) for ab, shape in shapes.items()}})
     with pytest.raises(Stop, match="kv_b_proj cannot be adapted: vLLM 0.32.0's MLA attention uses the unadapted weight"):
         sync.publish(Local(trainer), Local(engine), next_version(engine))
 
@@ -181,12 +190,18 @@ def test_five_steps_catch_a_stale_version_that_answers_as_if_new(trainer, engine
     assert not report["passed"] and "step 5" in report["why"][0], report["why"]
 
 
+O_PROJ = "layers.0.self_attn.o_proj"
 GUARDS = {
-    "a tensor without a module": (lambda t: {**t, "layers.9.self_attn.o_proj.lora_A": t["layers.0.self_attn.o_proj.lora_A"],
-                                             "layers.9.self_attn.o_proj.lora_B": t["layers.0.self_attn.o_proj.lora_B"]}, "2 of .* tensors match no module"),
-    "a router adapter": (lambda t: {**t, "layers.1.mlp.gate.lora_A": torch.zeros(8, 128), "layers.1.mlp.gate.lora_B": torch.zeros(8, 8)}, "never applies it"),
-    "a wrong shape": (lambda t: {**t, "layers.0.self_attn.o_proj.lora_B": t["layers.0.self_attn.o_proj.lora_B"][:-1]}, r"shape \(127, 8\), its slot takes \(128, 8\)"),
-    "A and B exchanged": (lambda t: {**t, "layers.0.self_attn.o_proj.lora_A": t["layers.0.self_attn.o_proj.lora_B"]}, r"o_proj.lora_A has shape \(128, 8\)"),
+    "a tensor without a module": (
+        lambda t: {**t, **{f"layers.9.self_attn.o_proj.lora_{ab}": t[f"{O_PROJ}.lora_{ab}"] for ab in "AB"}},
+        "2 of .* tensors match no module"),
+    "a router adapter": (
+        lambda t: {**t, "layers.1.mlp.gate.lora_A": torch.zeros(8, 128), "layers.1.mlp.gate.lora_B": torch.zeros(8, 8)},
+        "never applies it"),
+    "a wrong shape": (
+        lambda t: {**t, f"{O_PROJ}.lora_B": t[f"{O_PROJ}.lora_B"][:-1]}, r"shape \(127, 8\), its slot takes \(128, 8\)"),
+    "A and B exchanged": (
+        lambda t: {**t, f"{O_PROJ}.lora_A": t[f"{O_PROJ}.lora_B"]}, r"o_proj.lora_A has shape \(128, 8\)"),
 }
 
 
@@ -248,7 +263,8 @@ def test_versions_of_tokens_slots_and_base_requests(trainer, engine, prompts):
 
 @only_float32
 def test_sampled_logprobs_are_those_of_the_sampled_distribution(trainer, engine, prompts):
-    """At temperature 0.5 and top-p 0.8 the answer's log-probabilities must be renormalised over what could be drawn (float64 reference)."""
+    """At temperature 0.5 and top-p 0.8 the answer's log-probabilities must be renormalised over what could be drawn
+    (float64 reference)."""
     set_family(trainer, None)
     sync.publish(Local(trainer), Local(engine), next_version(engine))
     answer = engine.generate(prompts[:1], [7], 1, 0.5, 0.8)[0]

@@ -1,4 +1,5 @@
-"""The recipe as its users run it: a subprocess. Plans and bad inputs first (no engine), then runs in rehearsal: straight, killed, resumed."""
+"""The recipe as its users run it: a subprocess. Plans and bad inputs first (no engine), then runs in rehearsal:
+straight, killed, resumed."""
 import json
 import os
 import subprocess
@@ -9,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "dapo_glm5p3_lora.py"
-SMALL = ["--rehearse", "--steps", "4", "--prompts-per-step", "8", "--group-size", "4", "--save-every", "2", "--eval-every", "4", "--wandb", "off"]
+SMALL = ["--rehearse", "--steps", "4", "--prompts-per-step", "8", "--group-size", "4", "--save-every", "2",
+         "--eval-every", "4", "--wandb", "off"]
 
 
 def run(*args, cwd, script=RECIPE, timeout=600):
@@ -36,9 +38,11 @@ def test_plan_of_the_published_run(tmp_path):
     code, out, _ = run("--plan", cwd=tmp_path)
     lines = out.splitlines()
     assert code == 2 and lines[-1] == "plan: 3 problems" and not list(tmp_path.iterdir())
-    assert any("128 prompts x 16 = 2,048" in line for line in lines) and any("32 ranks: TP 8 x EP 8 x PP 1, DP 4" in line for line in lines)
+    assert any("128 prompts x 16 = 2,048" in line for line in lines)
+    assert any("32 ranks: TP 8 x EP 8 x PP 1, DP 4" in line for line in lines)
     assert any("20 steps x 4 = 80, each on 32 x 16 = 512 answers" in line for line in lines)
-    for missing in ("no model folder zai-org/GLM-5.3-BF16", "no data file data/dapo_math.parquet", "no data file data/aime_2024.parquet"):
+    for missing in ("no model folder zai-org/GLM-5.3-BF16", "no data file data/dapo_math.parquet",
+                    "no data file data/aime_2024.parquet"):
         assert any(missing in line for line in lines)
 
 
@@ -71,9 +75,10 @@ def prepared(tmp_path):
     from data import arithmetic
     arithmetic.prepare(tmp_path)
     (tmp_path / "start").rename(tmp_path / "model")
-    return ["--model", "model", "--train-data", "train.parquet", "--eval-data", "test.parquet", "--nodes", "1", "--gpus-per-node", "0", "--tp", "1", "--ep", "1",
-            "--sampler-tp", "1", "--dtype", "float32", "--lora-rank", "8", "--prompts-per-step", "8", "--group-size", "2", "--updates-per-step", "1",
-            "--max-prompt-tokens", "32", "--max-response-tokens", "8", "--overlong-buffer", "4", "--wandb", "off", "--recompute", "none"]
+    return ["--model", "model", "--train-data", "train.parquet", "--eval-data", "test.parquet", "--nodes", "1",
+            "--gpus-per-node", "0", "--tp", "1", "--ep", "1", "--sampler-tp", "1", "--dtype", "float32", "--lora-rank", "8",
+            "--prompts-per-step", "8", "--group-size", "2", "--updates-per-step", "1", "--max-prompt-tokens", "32",
+            "--max-response-tokens", "8", "--overlong-buffer", "4", "--wandb", "off", "--recompute", "none"]
 
 
 @pytest.mark.parametrize("case", ["not glm", "a missing tensor", "a missing column", "a missing key in config.json"])
@@ -135,13 +140,15 @@ def metrics(cwd, name):
 def test_a_run_leaves_what_its_user_expects(straight):
     cwd, out = straight
     folder = cwd / "runs" / "straight"
-    assert {"config.json", "versions.json", "check.json", "metrics.jsonl", "DONE", "adapter", "checkpoints", "eval", RECIPE.name} <= set(os.listdir(folder))
+    assert {"config.json", "versions.json", "check.json", "metrics.jsonl", "DONE", "adapter", "checkpoints", "eval",
+            RECIPE.name} <= set(os.listdir(folder))
     assert (folder / RECIPE.name).read_bytes() == RECIPE.read_bytes()
     assert json.loads((folder / "check.json").read_text())["passed"] and "five-step check: passed" in out
     assert sorted(os.listdir(folder / "checkpoints")) == ["step-2", "step-4"]
     assert len([line for line in out.splitlines() if line.startswith("step    ") and "reward" in line]) == 4
     found = metrics(cwd, "straight")
-    assert sorted(found) == [0, 1, 2, 3, 4] and found[4]["mismatch/mean"] < 1e-5 and "eval/accuracy" in found[4] and "eval/accuracy" in found[0]
+    assert sorted(found) == [0, 1, 2, 3, 4] and found[4]["mismatch/mean"] < 1e-5
+    assert "eval/accuracy" in found[4] and "eval/accuracy" in found[0]
     assert not list(Path("/dev/shm").glob("policy-*"))
 
 
@@ -159,7 +166,8 @@ def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same
     same = [k for k in a[4] if not k.startswith("time/") and k != "policy/version"]
     for step in range(5):
         assert {k: a[step].get(k) for k in same} == {k: b[step].get(k) for k in same}, f"step {step}"
-    assert (cwd / "runs/straight/adapter/adapter_model.safetensors").read_bytes() == (cwd / "runs/killed/adapter/adapter_model.safetensors").read_bytes()
+    one, other = (cwd / "runs" / name / "adapter" / "adapter_model.safetensors" for name in ("straight", "killed"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_finished_or_changed_run_is_not_resumed_blindly(straight):

@@ -92,7 +92,8 @@ class Trainer:
         self.node_, self.scale, self.released = node, tensor_scale, 0
 
     def offer(self, version):
-        header, _ = sync.pack({k: t * self.scale for k, t in tensors().items()}, version=version, base="abc", rank=8, experts="each")
+        scaled = {k: t * self.scale for k, t in tensors().items()}
+        header, _ = sync.pack(scaled, version=version, base="abc", rank=8, experts="each")
         return {"node": self.node_, "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": {"way": "none"}}
 
     def release(self):

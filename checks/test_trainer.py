@@ -1,4 +1,5 @@
-"""One trainer rank in this process: what an update sums, in which order fields reach the loss, checkpoints, and what is refused."""
+"""One trainer rank in this process: what an update sums, in which order fields reach the loss, checkpoints, and what is
+refused."""
 import numpy as np
 import pytest
 import torch
@@ -22,8 +23,9 @@ def make(folder, tmp_path):
     def build(**kw):
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
-        rank = TrainerRank(0, 1, folder, **{**dict(lora_rank=8, lora_alpha=8, lora_targets=("q_b_proj", "gate_proj", "up_proj", "down_proj"),
-                                                   experts="shared", lr=1e-2), **kw})
+        targets = ("q_b_proj", "gate_proj", "up_proj", "down_proj")
+        rank = TrainerRank(0, 1, folder, **{**dict(lora_rank=8, lora_alpha=8, lora_targets=targets, experts="shared",
+                                                   lr=1e-2), **kw})
         rank.load(tmp_path / "rendezvous")
         return rank
     yield build
@@ -34,12 +36,14 @@ def batch(n=7, seed=0):
     g = np.random.default_rng(seed)
     n_prompt = g.integers(2, 9, n)
     response = g.integers(1, 70, n)                            # some beyond index_topk
-    return {"tokens": [g.integers(9, arithmetic.VOCABULARY, a + b).astype(np.int32) for a, b in zip(n_prompt, response)], "n_prompt": n_prompt.tolist(),
-            "adv": g.normal(size=n).tolist(), "index": [np.arange(b) + 1000.0 * i for i, b in enumerate(response)], "weight": [1 / response.sum()] * n}
+    tokens = [g.integers(9, arithmetic.VOCABULARY, a + b).astype(np.int32) for a, b in zip(n_prompt, response)]
+    return {"tokens": tokens, "n_prompt": n_prompt.tolist(), "adv": g.normal(size=n).tolist(),
+            "index": [np.arange(b) + 1000.0 * i for i, b in enumerate(response)], "weight": [1 / response.sum()] * n}
 
 
 def weighted(logp, entropy, mb):
-    return -(mb["weight"] * mb["adv"] * logp).sum(), {"entropy": (mb["weight"] * entropy).sum(), "tokens": mb["weight"].count_nonzero()}
+    metrics = {"entropy": (mb["weight"] * entropy).sum(), "tokens": mb["weight"].count_nonzero()}
+    return -(mb["weight"] * mb["adv"] * logp).sum(), metrics
 
 
 def test_an_update_is_the_same_sum_however_the_batch_is_cut(make):

@@ -2,7 +2,8 @@
 
 
 def deal(lengths, n):
-    """Deal items to n hands, longest first to the hand with the fewest tokens (of those, the fewest items): [[index, ...], ...]."""
+    """Deal items to n hands, longest first to the hand with the fewest tokens (of those, the fewest items): [[index,
+    ...], ...]."""
     hands, load = [[] for _ in range(n)], [0] * n
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         hand = min(range(n), key=lambda h: (load[h], len(hands[h]), h))

@@ -1,4 +1,5 @@
-"""One trainer rank's part of a checkpoint: trainable parameters, optimizer shard, counters, random state. Plain tensors, no pickle."""
+"""One trainer rank's part of a checkpoint: trainable parameters, optimizer shard, counters, random state. Plain
+tensors, no pickle."""
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ def _file(folder, rank):
 
 
 def save(folder, rank, layout, trainable, optimizer, updates):
-    """Write `folder`/ranks/RANK.safetensors. trainable: [(name, parameter)]; layout: a string that must be the same on restore."""
+    """Write `folder`/ranks/RANK.safetensors. trainable: [(name, parameter)]; layout: a string that must be the same on
+    restore."""
     state = {f"param.{n}": p.detach() for n, p in trainable}
     state |= {f"optim.{n}": t for n, t in _shard(optimizer)}
     state |= {"updates": torch.tensor(updates), "rng": torch.get_rng_state()}
@@ -48,8 +50,8 @@ def restore(folder, rank, layout, trainable, optimizer):
 
 
 def _shard(optimizer, create=False):
-    """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts. create: torch's AdamW has no state before
-    its first step, make it."""
+    """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts. create: torch's AdamW
+    has no state before its first step, make it."""
     for i, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         for j, group in enumerate(one.optimizer.param_groups):
             for k, p in enumerate(group["params"]):

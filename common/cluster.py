@@ -9,7 +9,8 @@ OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSE
 
 
 class Host:
-    """The Ray actor: holds one object of a class that is imported here, so that the driver needs neither megatron-core nor vLLM."""
+    """The Ray actor: holds one object of a class that is imported here, so that the driver needs neither megatron-core
+    nor vLLM."""
 
     def build(self, where, arguments):
         module, _, name = where.partition(":")
@@ -20,8 +21,9 @@ class Host:
 
 
 class Group:
-    """Actors that hold objects of one class. `group.verb(...)` calls the verb on all of them at once and returns their answers in order;
-    `group.each("verb", [args, ...])` gives every actor its own arguments. An actor that died or refused ends the call with Stop."""
+    """Actors that hold objects of one class. `group.verb(...)` calls the verb on all of them at once and returns their
+    answers in order; `group.each("verb", [args, ...])` gives every actor its own arguments. An actor that died or
+    refused ends the call with Stop."""
 
     def __init__(self, name, actors, starting):
         self.name, self.actors, self._starting = name, actors, starting
@@ -79,11 +81,12 @@ def connect(local, object_store_gb=1):
         try:
             ray.init(log_to_driver=True)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise Stop(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {str(error).splitlines()[0]}") from error
+            reason = str(error).splitlines()[0]
+            raise Stop(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {reason}") from error
     else:
         os.environ.pop("RAY_ADDRESS", None)
-        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, num_cpus=max(8, os.cpu_count()),
-                 object_store_memory=int(object_store_gb * 2**30), configure_logging=False)
+        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, configure_logging=False,
+                 num_cpus=max(8, os.cpu_count()), object_store_memory=int(object_store_gb * 2**30))
 
 
 def nodes(n, gpus_per_node, seconds=120):
@@ -93,8 +96,10 @@ def nodes(n, gpus_per_node, seconds=120):
     bundle = {"CPU": 1, **({"GPU": gpus_per_node} if gpus_per_node else {})}
     group = placement_group([bundle] * n, strategy="STRICT_SPREAD" if n > 1 else "PACK")
     if not group.wait(seconds):
-        have = [f"{node['NodeManagerAddress']}: {int(node['Resources'].get('GPU', 0))} GPUs" for node in ray.nodes() if node["Alive"]]
-        raise Stop(f"{n} nodes with {gpus_per_node} free GPUs each were not there within {seconds} s; the cluster has {'; '.join(have)}")
+        have = [f"{node['NodeManagerAddress']}: {int(node['Resources'].get('GPU', 0))} GPUs"
+                for node in ray.nodes() if node["Alive"]]
+        raise Stop(f"{n} nodes with {gpus_per_node} free GPUs each were not there within {seconds} s; "
+                   f"the cluster has {'; '.join(have)}")
     return group
 
 
@@ -105,11 +110,13 @@ def release(place):
 
 
 def start(where, name, place, arguments, env=None, gpus=None):
-    """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the group before its verbs.
+    """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the
+    group before its verbs.
 
-    where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees ("3" or "0,1,2,3"),
-    or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping (one owner a GPU) is left out: an
-    actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env: environment variables of the actors' processes."""
+    where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees
+    ("3" or "0,1,2,3"), or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping
+    (one owner a GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env:
+    environment variables of the actors' processes."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -1,9 +1,10 @@
 """The receiving end of the hand-off, inside every vLLM worker process: a bundle goes straight into vLLM's adapter slots.
 
-`Receiver` is mixed into vLLM's worker (`worker_extension_cls`). A version is staged into a slot that nobody uses, and becomes servable
-by registering it; no file, no per-expert names, and each slot is written once: a tensor shared by all experts of a layer broadcasts.
-Adapter id = version + 1 (vLLM's ids start at 1), so an id never means two things, and neither does a prefix-cache block.
-Methods answer {"error": sentence} instead of raising, because an exception loses its type on the way out of a worker process.
+`Receiver` is mixed into vLLM's worker (`worker_extension_cls`). A version is staged into a slot that nobody uses, and
+becomes servable by registering it; no file, no per-expert names, and each slot is written once: a tensor shared by all
+experts of a layer broadcasts. Adapter id = version + 1 (vLLM's ids start at 1), so an id never means two things, and
+neither does a prefix-cache block. Methods answer {"error": sentence} instead of raising, because an exception loses its
+type on the way out of a worker process.
 """
 import functools
 
@@ -38,7 +39,8 @@ class Receiver:
         header, adapters = Header.from_json(header), self.model_runner.lora_manager._adapter_manager
         if header.base != base:
             raise Stop(f"version {header.version} adapts base model {header.base}, this sampler serves {base}")
-        self.__dict__.setdefault("adapter_versions", {})     # version -> (slot, [(key, written region, checksum that it must have)])
+        # version -> (slot, [(key, written region, checksum that it must have)])
+        self.__dict__.setdefault("adapter_versions", {})
         if self.adapter_versions and header.version <= max(self.adapter_versions):
             raise Stop(f"version {header.version} is not newer than version {max(self.adapter_versions)}, which is here")
         slot = self._free_slot(adapters)
@@ -46,7 +48,7 @@ class Receiver:
         try:
             written = []
             for dest, source, key, region in self._places(adapters, header, unpack(header, flat), slot):
-                if dest.shape != region.shape:               # a slot larger than the rank: the rest must not keep an older adapter
+                if dest.shape != region.shape:               # a slot larger than the rank: the rest must keep no older adapter
                     dest.zero_()
                 if region.shape[-source.ndim:] != source.shape:
                     raise Stop(f"{key} has shape {tuple(source.shape)}, its slot takes {tuple(region.shape)}")
@@ -77,7 +79,8 @@ class Receiver:
         for key, region, ndim, expected in written:
             copies = region.unsqueeze(0) if region.ndim == ndim else region
             same = bool((copies == copies[:1]).all())
-            # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that vLLM cuts from it.
+            # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that
+            # vLLM cuts from it.
             found = checksum(copies[0])
             held[key] = whole[key] if same and found == expected else found ^ (not same)
         return {"version": version, "slot": slot, "fingerprint": combine(held.items())}
@@ -105,8 +108,8 @@ class Receiver:
         return slot
 
     def _places(self, adapters, header, tensors, slot):
-        """Yield (whole slot tensor, source, key, region to write) for every tensor; modules without one are zeroed. Raises Stop if a
-        tensor has no module, or a module of an adapted kind gets no tensor."""
+        """Yield (whole slot tensor, source, key, region to write) for every tensor; modules without one are zeroed.
+        Raises Stop if a tensor has no module, or a module of an adapted kind gets no tensor."""
         kinds = {".".join(k.split(".")[2:-1]) for k in tensors}           # mlp.experts.gate_proj, ...
         left, unfilled = dict(tensors), []
 
@@ -134,10 +137,12 @@ class Receiver:
                 if kind(p) in SILENT:
                     raise Stop(f"{p} cannot be adapted: {SILENT[kind(p)]}")
                 if p.endswith(".kv_b_proj") and self.model_config.use_mla:
-                    raise Stop(f"{p} cannot be adapted: vLLM {TESTED_VLLM}'s MLA attention uses the unadapted weight in decode and cached prefill")
+                    raise Stop(f"{p} cannot be adapted: vLLM {TESTED_VLLM}'s MLA attention uses the unadapted weight "
+                               "in decode and cached prefill")
             a, b = ([p and p[i] for p in pairs] for i in (0, 1))
             if module.tp_size > 1:
-                single = len(module.lora_a_stacked) == 1 and not isinstance(module.lora_a_stacked, list) and name not in adapters.packed_modules
+                stacks = module.lora_a_stacked
+                single = len(stacks) == 1 and not isinstance(stacks, list) and name not in adapters.packed_modules
                 a = [module.slice_lora_a(a[0])] if single else module.slice_lora_a(a)
                 b = [module.slice_lora_b(b[0])] if single else module.slice_lora_b(b)
             for i, p in enumerate(parts):
@@ -148,9 +153,11 @@ class Receiver:
                 yield dest_a, a[i], f"{p}.lora_A", dest_a[:header.rank]
                 yield dest_b, b[i], f"{p}.lora_B", dest_b[:, :header.rank]
         if left:
-            raise Stop(f"{len(left)} of {len(tensors)} tensors match no module of this sampler: {', '.join(sorted(left)[:3])}")
+            some = ", ".join(sorted(left)[:3])
+            raise Stop(f"{len(left)} of {len(tensors)} tensors match no module of this sampler: {some}")
         if unfilled:
-            raise Stop(f"{len(unfilled)} modules would keep no adapter, their tensors are missing: {', '.join(sorted(unfilled)[:3])}")
+            some = ", ".join(sorted(unfilled)[:3])
+            raise Stop(f"{len(unfilled)} modules would keep no adapter, their tensors are missing: {some}")
 
     def _expert_places(self, module, path, pair, header, slot):
         triple = {p: pair(f"{path}.{p}_proj") for p in ("gate", "up", "down")}
@@ -158,7 +165,8 @@ class Receiver:
         if not any(triple.values()):
             return
         if module.w13_lora_a_stacked[0].shape[1] != module.local_num_experts:
-            raise Stop("vLLM's enable_moe_shared_loras has another meaning than one adapter for all experts: start the sampler without it")
+            raise Stop("vLLM's enable_moe_shared_loras has another meaning than one adapter for all experts: "
+                       "start the sampler without it")
         module.adapter_enabled[slot] = 1
         first = module.ep_rank * module.local_num_experts
         places = {"gate": (module.w13_lora_a_stacked[0], module.w13_lora_b_stacked[0], module._slice_w13_a, module._slice_w13_b),
@@ -170,7 +178,8 @@ class Receiver:
             a, b = triple[p]
             if header.experts == "each":
                 if a.shape[0] != module.global_num_experts:
-                    raise Stop(f"{path}.{p}_proj has adapters for {a.shape[0]} experts, the model has {module.global_num_experts}")
+                    raise Stop(f"{path}.{p}_proj has adapters for {a.shape[0]} experts, "
+                               f"the model has {module.global_num_experts}")
                 a, b = (slice_(t[first:first + module.local_num_experts]) for t, slice_ in ((a, slice_a), (b, slice_b)))
             else:
                 a, b = slice_a(a[None])[0], slice_b(b[None])[0]

@@ -1,7 +1,8 @@
 """The sampler: one actor per vLLM engine. Generate, score, receive a version, sleep, wake.
 
-What it answers is the distribution that it sampled from (`logprobs_mode="processed_logprobs"`), so a temperature or top-p other than 1
-is in the log-probabilities too. Randomness comes from the seeds that the caller gives, one for each answer, never from time.
+What it answers is the distribution that it sampled from (`logprobs_mode="processed_logprobs"`), so a temperature or
+top-p other than 1 is in the log-probabilities too. Randomness comes from the seeds that the caller gives, one for each
+answer, never from time.
 """
 import os
 
@@ -25,9 +26,10 @@ class SamplerEngine:
         if not cuda:
             os.environ.update(vllm_cpu.ENV)                  # before vllm is imported
         import vllm
-        args = dict(model=str(model), dtype=dtype, seed=seed, tensor_parallel_size=tp, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens or max(max_model_len, 2048), enable_prefix_caching=True,
-                    logprobs_mode="processed_logprobs", worker_extension_cls="common.receive.Receiver")
+        args = dict(model=str(model), dtype=dtype, seed=seed, tensor_parallel_size=tp, max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens or max(max_model_len, 2048),
+                    enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+                    worker_extension_cls="common.receive.Receiver")
         if lora_rank:
             # two slots: the version that serves and the one that is staged
             args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=2, max_cpu_loras=2)
@@ -51,10 +53,11 @@ class SamplerEngine:
         return node_name()
 
     def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):
-        """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T), is_truncated (the
-        token cap ended it), versions (int32, T: which policy version produced each token)."""
+        """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T),
+        is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token)."""
         from vllm import SamplingParams
-        params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0, detokenize=False) for s in seeds]
+        params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0,
+                                 detokenize=False) for s in seeds]
         answers = []
         for out in self._ask(prompts, params):
             one = out.outputs[0]
@@ -76,7 +79,8 @@ class SamplerEngine:
     def _ask(self, prompts, params):
         if self.broken:
             raise Stop(f"this sampler stopped serving: {self.broken}")
-        return self.llm.generate([{"prompt_token_ids": list(map(int, p))} for p in prompts], params, lora_request=self.request, use_tqdm=False)
+        prompts = [{"prompt_token_ids": list(map(int, p))} for p in prompts]
+        return self.llm.generate(prompts, params, lora_request=self.request, use_tqdm=False)
 
     # -- receive a version (sync.publish) ---------------------------------------------------------------------------------------
 
@@ -95,7 +99,8 @@ class SamplerEngine:
             # some ranks may serve the new version and others the old: this engine must not answer again
             self.broken = f"version {version} was committed on part of it ({error})"
             raise
-        # The name has the version: vLLM's prefix cache knows an adapter by name and path, so old blocks are never taken for new ones.
+        # The name has the version: vLLM's prefix cache knows an adapter by name and path, so old blocks are never taken
+        # for new ones.
         self.version, self.request = version, LoRARequest(f"policy-v{version}", version + 1, f"memory://policy-v{version}")
         return [a["fingerprint"] for a in answers]
 

@@ -1,9 +1,10 @@
 """The hand-off: from the trainer's adapter to every sampler, in memory, versioned, all or nothing.
 
-A *bundle* is the adapter's unique tensors packed into one flat buffer, and a header that says what is where. It crosses once for each
-node; the receiver (receive.py) broadcasts a tensor that all experts of a layer share. `publish` is two-phase: every engine *stages* the
-bundle beside the version that it serves; only when all have, every engine *commits* and answers with a fingerprint of what its slots now
-hold. Any failure before the commit leaves the old version serving everywhere.
+A *bundle* is the adapter's unique tensors packed into one flat buffer, and a header that says what is where. It crosses
+once for each node; the receiver (receive.py) broadcasts a tensor that all experts of a layer share. `publish` is
+two-phase: every engine *stages* the bundle beside the version that it serves; only when all have, every engine
+*commits* and answers with a fingerprint of what its slots now hold. Any failure before the commit leaves the old
+version serving everywhere.
 """
 import dataclasses
 import hashlib
@@ -25,10 +26,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def checksum(tensor, piece=1 << 22):
     """A 64-bit position-weighted sum of a tensor's bits, on the tensor's own device.
 
-    Each element's bits are multiplied by an odd weight that a mixing function (splitmix64's constants) makes from its position, so a
-    changed, missing or displaced element changes the sum; it is no protection against malice. Temporary memory: 24 bytes x `piece`.
+    Each element's bits are multiplied by an odd weight that a mixing function (splitmix64's constants) makes from its
+    position, so a changed, missing or displaced element changes the sum; it is no protection against malice. Temporary
+    memory: 24 bytes x `piece`.
     """
-    bits = tensor.detach().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).flatten()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(integer).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), piece):
         part = bits[start:start + piece].to(torch.int64)
@@ -49,7 +52,8 @@ class Entry:
 
 @dataclasses.dataclass
 class Header:
-    """What a bundle holds. `experts`: 'shared' (one adapter for all routed experts of a layer), 'each' (leading expert dimension) or None."""
+    """What a bundle holds. `experts`: 'shared' (one adapter for all routed experts of a layer), 'each' (leading expert
+    dimension) or None."""
     version: int
     base: str        # fingerprint of the base model that the adapter belongs to
     rank: int
@@ -143,12 +147,14 @@ class CudaIpc:
 
     def offer(self, flat):
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            raise Stop("PYTORCH_CUDA_ALLOC_CONF has expandable_segments on: such memory cannot be shared between processes, switch it off")
+            raise Stop("PYTORCH_CUDA_ALLOC_CONF has expandable_segments on: such memory cannot be shared between processes, "
+                       "switch it off")
         from torch.multiprocessing.reductions import reduce_tensor
         torch.cuda.synchronize()
         self._flat = flat
         args = reduce_tensor(flat)[1]
-        # device, handle, storage bytes, offset, reference counter, its offset, event, whether to wait for it: plain values, no pickle
+        # device, handle, storage bytes, offset, reference counter, its offset, event, whether to wait for it: plain
+        # values, no pickle
         return {"way": "ipc", "numel": flat.numel(), "start": args[3],
                 "storage": [a.hex() if isinstance(a, bytes) else a for a in (*args[6:10], *args[11:])]}
 
@@ -174,7 +180,8 @@ def take(ticket):
 
 
 def base_fingerprint(folder):
-    """Names a checkpoint by its config and by each weight file's size, header and three samples of 64 KiB: seconds for terabytes."""
+    """Names a checkpoint by its config and by each weight file's size, header and three samples of 64 KiB: seconds for
+    terabytes."""
     digest, folder = hashlib.sha256((Path(folder) / "config.json").read_bytes()), Path(folder)
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -189,9 +196,11 @@ def base_fingerprint(folder):
 
 
 def publish(trainer, sampler, version):
-    """Bring the trainer's adapter, as it is now, to every sampler engine as `version`. Returns {bytes, tensors, fingerprint, ...}.
+    """Bring the trainer's adapter, as it is now, to every sampler engine as `version`. Returns {bytes, tensors,
+    fingerprint, ...}.
 
-    trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old version keeps serving.
+    trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old version
+    keeps serving.
     """
     try:
         header = _stage(trainer, sampler, version)
@@ -207,8 +216,10 @@ def publish(trainer, sampler, version):
     trainer.release()                                        # staging copied everything into the slots
     held = [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
     if wrong := [f for f in held if f != header.fingerprint]:
-        raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, the trainer sent {header.fingerprint}")
-    return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries), "ranks": len(held)}
+        raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, "
+                   f"the trainer sent {header.fingerprint}")
+    return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries),
+            "ranks": len(held)}
 
 
 def _stage(trainer, sampler, version):
@@ -219,7 +230,8 @@ def _stage(trainer, sampler, version):
     on_node = {offer["node"]: offer for offer in offers if offer["ticket"] is not None}
     nodes = sampler.node()
     if lost := [n for n in nodes if n not in on_node]:
-        raise Stop(f"no trainer rank on the sampler's node {lost[0]}: adapters travel inside a node only (trainer nodes: {sorted(on_node)})")
+        raise Stop(f"no trainer rank on the sampler's node {lost[0]}: adapters travel inside a node only "
+                   f"(trainer nodes: {sorted(on_node)})")
     sampler.each("stage", [(on_node[n]["header"], on_node[n]["ticket"]) for n in nodes])
     return Header.from_json(offers[0]["header"])
 

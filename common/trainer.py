@@ -1,9 +1,9 @@
 """The trainer: one actor per rank, megatron-core inside. Load, score, update, offer the adapter, save.
 
-Every rank gets the whole batch (token ids and a few numbers per token) and takes its share, so the driver needs no idea of the layout.
-A batch is a dict of lists with one entry per sequence: "tokens" (int array: prompt and response) and "n_prompt" always; any other field
-is either a number per sequence or an array with a number per response token, and reaches `policy_loss` flattened to (N,), where N
-counts the packed response tokens of a micro-batch.
+Every rank gets the whole batch (token ids and a few numbers per token) and takes its share, so the driver needs no idea
+of the layout. A batch is a dict of lists with one entry per sequence: "tokens" (int array: prompt and response) and
+"n_prompt" always; any other field is either a number per sequence or an array with a number per response token, and
+reaches `policy_loss` flattened to (N,), where N counts the packed response tokens of a micro-batch.
 """
 import os
 from functools import partial
@@ -35,18 +35,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TrainerRank:
     """One rank of the trainer. Verbs are collective: call them on all ranks at once (cluster.Group does)."""
 
-    def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(), experts=None,
-                 lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0, max_tokens=8192, temperature=1.0,
-                 logprob_chunk=2048, recompute="none", seed=0):
-        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then constant.
-        max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or 'full' (every layer)."""
+    def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
+                 experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
+                 max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0):
+        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates,
+        then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or
+        'full' (every layer)."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.world, self.folder, self.dtype = rank, world, Path(model), DTYPES[dtype]
         self.layout = dict(tp=tp, pp=pp, ep=ep)
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
-        self.warmup_updates, self.max_tokens, self.temperature, self.chunk = warmup_updates, max_tokens, temperature, logprob_chunk
-        self.recompute, self.seed, self.updates, self.store = recompute, seed, 0, None
+        self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
+        self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
     # -- start -------------------------------------------------------------------------------------------------------------------
@@ -63,21 +64,26 @@ class TrainerRank:
     def load(self, address):
         """Join the other ranks, build the model, read this rank's slices of the checkpoint, make adapters and optimizer.
 
-        address: host:port from rank 0's `address`, or a path: then they meet in a file, which needs no port but one common machine."""
+        address: host:port from rank 0's `address`, or a path: then they meet in a file, which needs no port but one
+        common machine."""
         if not dist.is_initialized():
             host, _, port = str(address).rpartition(":")
-            store = self.store if self.store else dist.TCPStore(host, int(port), self.world) if host else dist.FileStore(str(address), self.world)
+            store = self.store if self.store else (
+                dist.TCPStore(host, int(port), self.world) if host else dist.FileStore(str(address), self.world))
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
         tp, pp, ep = self.layout.values()
         if self.world % (tp * pp) or (self.world // pp) % ep:
             raise Stop(f"{self.world} trainer ranks do not divide into TP {tp} x PP {pp} x EP {ep}")
-        mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+        mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
+                                      create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(self.seed)
         self.hf = glm5p3.read_config(self.folder)
-        extra = {} if self.recompute == "none" else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        extra = {} if self.recompute == "none" else full
         self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, **extra)
-        self.model = glm5p3.build(cfg, self.hf.vocab_size).to(device())      # mcore leaves the router's weight on the host until its first use
+        # to(device): mcore leaves the router's weight on the host until its first use
+        self.model = glm5p3.build(cfg, self.hf.vocab_size).to(device())
         weights.load(self.model, cfg, self.folder)
         if self.lora["rank"]:
             lora.add(self.model, cfg, **self.lora)
@@ -89,8 +95,9 @@ class TrainerRank:
         self.ddp.broadcast_params()
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
             optimizer="adam", lr=self.optim["lr"], min_lr=self.optim["lr"], weight_decay=self.optim["weight_decay"],
-            adam_beta1=self.optim["betas"][0], adam_beta2=self.optim["betas"][1], adam_eps=1e-8, bf16=self.dtype == torch.bfloat16,
-            params_dtype=self.dtype, use_distributed_optimizer=True, clip_grad=self.optim["clip_grad"]), [self.ddp], use_gloo_process_groups=False)
+            adam_beta1=self.optim["betas"][0], adam_beta2=self.optim["betas"][1], adam_eps=1e-8,
+            bf16=self.dtype == torch.bfloat16, params_dtype=self.dtype, use_distributed_optimizer=True,
+            clip_grad=self.optim["clip_grad"]), [self.ddp], use_gloo_process_groups=False)
         cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, self.ddp.no_sync
         self.base = sync.base_fingerprint(self.folder)
         return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base}
@@ -98,8 +105,9 @@ class TrainerRank:
     # -- score and update --------------------------------------------------------------------------------------------------------
 
     def logprobs(self, batch):
-        """[(index of the sequence, float32 array of its response tokens' log-probabilities)] of this rank's share; [] on ranks that
-        hold none (all but the last pipeline stage's first tensor rank). `batch.merge` puts the answers of all ranks in order."""
+        """[(index of the sequence, float32 array of its response tokens' log-probabilities)] of this rank's share; []
+        on ranks that hold none (all but the last pipeline stage's first tensor rank). `batch.merge` puts the answers of
+        all ranks in order."""
         found = []
 
         def keep(hidden, micro):
@@ -114,12 +122,14 @@ class TrainerRank:
         return found if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0 else []
 
     def update(self, batch, policy_loss, lr=None):
-        """One optimizer step on a mini-batch. `policy_loss(logp, entropy, fields) -> (loss, metrics)` sums over its tokens: logp, entropy and
-        every field are (N,), loss and each metric are scalars, and the trainer adds them up over micro-batches and ranks. So the
-        normalisation (token mean, sequence mean) is in the fields that the caller made. lr: another rate than the warm-up's.
-        Returns the sums, grad_norm and lr; None on ranks without the last pipeline stage."""
+        """One optimizer step on a mini-batch. `policy_loss(logp, entropy, fields) -> (loss, metrics)` sums over its
+        tokens: logp, entropy and every field are (N,), loss and each metric are scalars, and the trainer adds them up
+        over micro-batches and ranks. So the normalisation (token mean, sequence mean) is in the fields that the caller
+        made. lr: another rate than the warm-up's. Returns the sums, grad_norm and lr; None on ranks without the last
+        pipeline stage."""
         micros = self._micro_batches(batch)
-        # mcore divides the loss by the number of micro-batches and averages gradients over data-parallel ranks: undo both, for a sum
+        # mcore divides the loss by the number of micro-batches and averages gradients over data-parallel ranks: undo
+        # both, for a sum
         scale = len(micros) * mpu.get_data_parallel_world_size()
         sums = {}
 
@@ -137,10 +147,12 @@ class TrainerRank:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._run(micros, loss_of)
-        bad = torch.tensor([float(not torch.isfinite(b.grad_data.sum())) for b in self.ddp.buffers + self.ddp.expert_parallel_buffers]).amax().to(device())
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        bad = torch.tensor([float(not torch.isfinite(b.grad_data.sum())) for b in buffers]).amax().to(device())
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bad:
-            raise Stop(f"update {self.updates + 1} has a gradient that is not finite: it was not applied, the weights before it are kept")
+            raise Stop(f"update {self.updates + 1} has a gradient that is not finite: it was not applied, "
+                       "the weights before it are kept")
         _, grad_norm, _ = self.optimizer.step()
         self.updates += 1
         if not mpu.is_pipeline_last_stage():
@@ -152,11 +164,13 @@ class TrainerRank:
 
     def _logp(self, hidden, micro):
         """(logp, entropy) of the response tokens, (N,) each. hidden: (1, tokens, h)."""
-        return logprobs.logprobs(hidden[0, micro["rows"]], self.model.output_layer.weight, micro["targets"], self.temperature, self.chunk)
+        return logprobs.logprobs(hidden[0, micro["rows"]], self.model.output_layer.weight, micro["targets"],
+                                 self.temperature, self.chunk)
 
     def _micro_batches(self, batch):
-        """This rank's share of the batch as packed rows. Sequences are dealt to data-parallel ranks, longest first to the rank with the
-        fewest tokens; all ranks make the same number of micro-batches (expert parallelism exchanges tokens in each)."""
+        """This rank's share of the batch as packed rows. Sequences are dealt to data-parallel ranks, longest first to
+        the rank with the fewest tokens; all ranks make the same number of micro-batches (expert parallelism exchanges
+        tokens in each)."""
         lengths = [len(t) for t in batch["tokens"]]
         ranks = deal(lengths, mpu.get_data_parallel_world_size())
         n = max(micro_count([lengths[i] for i in r], self.max_tokens) for r in ranks)
@@ -170,14 +184,15 @@ class TrainerRank:
         def step(data, model):
             micro = next(data)
             return model(micro["ids"], micro["positions"], None, packed_seq_params=micro["psp"]), partial(loss_of, micro=micro)
-        get_forward_backward_func()(forward_step_func=step, data_iterator=iter(micros), model=[self.ddp], num_microbatches=len(micros),
-                                    seq_length=max(m["ids"].shape[1] for m in micros), micro_batch_size=1, forward_only=forward_only)
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=iter(micros), model=[self.ddp], num_microbatches=len(micros),
+            seq_length=max(m["ids"].shape[1] for m in micros), micro_batch_size=1, forward_only=forward_only)
 
     # -- the adapter -------------------------------------------------------------------------------------------------------------
 
     def offer(self, version):
-        """Collective export of the adapter in the model's dtype. The lead rank of each replica answers with its fingerprint, and the first
-        lead of a node packs it and says where it lies; None on all other ranks."""
+        """Collective export of the adapter in the model's dtype. The lead rank of each replica answers with its
+        fingerprint, and the first lead of a node packs it and says where it lies; None on all other ranks."""
         tensors = lora.export(self.model, self.cfg, self.dtype)
         where = [None] * self.world
         dist.all_gather_object(where, sync.node_name() if tensors else None)
@@ -196,7 +211,8 @@ class TrainerRank:
         return sync.combine((k, sync.checksum(t)) for k, t in tensors.items()) if tensors else None
 
     def perturb(self, std, seed=0):
-        """Add noise to the adapter, the same on every split of the model (seeded by parameter name). `restore_adapter` takes it back."""
+        """Add noise to the adapter, the same on every split of the model (seeded by parameter name). `restore_adapter`
+        takes it back."""
         if getattr(self, "before", None) is None:
             self.before = [p.detach().clone() for _, p in self.trainable]
         lora.perturb(self.model, self.cfg, std, seed)
@@ -226,7 +242,8 @@ class TrainerRank:
     # -- files -------------------------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """This rank's part of a checkpoint (trainable parameters, optimizer, counters, random state), and the adapter as a PEFT folder."""
+        """This rank's part of a checkpoint (trainable parameters, optimizer, counters, random state), and the adapter
+        as a PEFT folder."""
         checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer, self.updates)
         self.export(folder)
 
@@ -234,10 +251,12 @@ class TrainerRank:
         """The adapter as a PEFT folder (collective; rank 0 writes `folder`/adapter)."""
         tensors = lora.export(self.model, self.cfg, torch.float32)
         if self.rank == 0:
-            lora.save_peft({k: t.cpu() for k, t in tensors.items()}, self.hf, self.lora["rank"], Path(folder) / "adapter", str(self.folder))
+            lora.save_peft({k: t.cpu() for k, t in tensors.items()}, self.hf, self.lora["rank"],
+                           Path(folder) / "adapter", str(self.folder))
 
     def save_model(self, folder):
-        """The whole model as a HF checkpoint, with the config and tokenizer that it was loaded with, without adapters (collective)."""
+        """The whole model as a HF checkpoint, with the config and tokenizer that it was loaded with, without adapters
+        (collective)."""
         weights.save(self.model, self.cfg, folder, base=self.folder)
 
     def restore(self, folder):

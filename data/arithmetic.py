@@ -123,10 +123,12 @@ def rows(sums):
              "source": "arithmetic"} for p in sums]
 
 
-# The smallest widths that CUDA's attention and expert kernels take: GLM-5.3's own head sizes, a quarter of its heads (about 45M parameters).
-CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_attention_heads=16, num_key_value_heads=16,
-                   q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, index_head_dim=128,
-                   index_topk=2048, max_position_embeddings=4096, initializer_range=0.02)
+# The smallest widths that CUDA's attention and expert kernels take: GLM-5.3's own head sizes, a quarter of its heads
+# (about 45M parameters).
+CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_attention_heads=16,
+                   num_key_value_heads=16, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
+                   v_head_dim=256, index_head_dim=128, index_topk=2048, max_position_embeddings=4096,
+                   initializer_range=0.02)
 
 
 def prepare(folder, seed=0, dtype="float32", **changes):

@@ -1,4 +1,5 @@
-"""Teach the rehearsal's model to add, by supervised steps through the trainer itself; the result is cached and the same every time."""
+"""Teach the rehearsal's model to add, by supervised steps through the trainer itself; the result is cached and the same
+every time."""
 import hashlib
 import math
 import os
@@ -18,11 +19,12 @@ def likelihood(logp, entropy, mb):
 
 
 def taught(gpus=0, dtype="float32", ranks=2, settings=None):
-    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: 1 for the wider model on this machine's GPU, 0 for `ranks` CPU
-    processes. The cache is named by everything that the result depends on."""
+    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: 1 for the wider model on this machine's
+    GPU, 0 for `ranks` CPU processes. The cache is named by everything that the result depends on."""
     ranks, config = gpus or ranks, arithmetic.CUDA_WIDTHS if gpus else {}
     settings = settings or (arithmetic.TEACH_CUDA if gpus else arithmetic.TEACH)
-    key = hashlib.sha256(f"{Path(arithmetic.__file__).read_bytes()} {ranks} {dtype} {settings} {config}".encode()).hexdigest()[:12]
+    source = Path(arithmetic.__file__).read_bytes()
+    key = hashlib.sha256(f"{source} {ranks} {dtype} {settings} {config}".encode()).hexdigest()[:12]
     folder = CACHE / f"arithmetic-{key}"
     if not folder.exists():
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -40,7 +42,8 @@ def _teach(part, gpus, dtype, ranks, settings):
     started, steps, place = time.time(), settings["steps"], cluster.nodes(1, gpus)
     trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", place, [dict(
         rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
-        weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)], gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
+        weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)],
+        gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
