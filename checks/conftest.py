@@ -19,6 +19,9 @@ if not HAVE_GPU:
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: minutes long; run by `make test-all` only")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    for noise in ("megatron", "torch", "vllm"):                    # thousands of lines that nobody can act on here
+        for kind in ("DeprecationWarning", "FutureWarning", "UserWarning"):
+            config.addinivalue_line("filterwarnings", f"ignore:.*:{kind}:{noise}.*")
 
 
 def pytest_collection_modifyitems(items):

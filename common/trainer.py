@@ -137,7 +137,7 @@ class TrainerRank:
             logp, entropy = self._logp(hidden, micro)
             loss, metrics = policy_loss(logp, entropy, micro["fields"])
             for name, value in {"loss": loss, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + value.detach().item()
             return loss * scale, {}
 
         self.ddp.train()
