@@ -123,7 +123,7 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
 def main():
     """The check alone: the recipe's own start, up to and including its check."""
     from recipes import dapo_glm5p3_lora as recipe
-    recipe.main(check_only=True)
+    return recipe.main(check_only=True, doc=__doc__)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Config:
                                      "gate_proj", "up_proj", "down_proj")
     lora_experts: str = "shared"             # shared: one adapter for all routed experts of a layer; each: one per expert
     # data
-    train_data: str = "data/dapo_math.parquet"   # 17,398 prompts; data/README.md says how it is made
+    train_data: str = "data/dapo_math.parquet"   # columns id, prompt (list of {role, content}), answer; 17,398 prompts
     eval_data: str = "data/aime_2024.parquet"    # 30 problems
     max_prompt_tokens: int = 2048            # longer prompts are dropped, with a count
     # rollout
@@ -90,7 +90,7 @@ class Config:
     eval_samples: int = 32                   # avg@32
     eval_top_p: float = 0.7
     # bookkeeping
-    name: str = "dapo-glm5p3-lora"           # the run's folder is runs/NAME
+    name: str = "dapo-glm5p3-lora"           # the run's folder is runs/NAME, below the current directory
     seed: int = 0
     save_every: int = 1                      # steps
     keep: int = 3                            # checkpoints
@@ -119,7 +119,7 @@ PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32,
     prompts_per_step=32, group_size=8, max_response_tokens=48, overlong_buffer=24, lr=1e-3, warmup_updates=8, nodes=1,
     gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096, recompute="none",
-    logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5, name="rehearse")}
+    logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5, name="")}
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -165,6 +165,21 @@ def plan(cfg):
     must(c.lora_rank in ranks, f"vLLM has no slots for LoRA rank {c.lora_rank}: {', '.join(map(str, ranks))}")
     must(c.lora_experts in ("shared", "each"), f"lora_experts is {c.lora_experts!r}: shared or each")
     must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
+    leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for target in c.lora_targets:
+        must(target in leaves, f"lora_targets has {target!r}, which is none of {', '.join(leaves)}")
+    must(not (c.gpus_per_node and "kv_b_proj" in c.lora_targets),
+         "lora_targets has kv_b_proj, which vLLM 0.32 on a GPU ignores while decoding: leave it out")
+    must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
+    must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
+    for name in ("lr", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap", "max_tokens_per_micro_batch", "max_num_seqs",
+                 "max_prompt_tokens", "max_response_tokens", "logprob_chunk"):
+        must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
+    must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
+    here = len(glob.glob("/dev/nvidia[0-9]*"))
+    must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
+         f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
+    must(c.name and Path(c.name).name == c.name, f"name is {c.name!r}: it must be one folder name (with --resume, the run's)")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     if not c.rehearse:                                        # the rehearsal makes its own
         must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
@@ -322,13 +337,13 @@ def read(path, tok, max_prompt_tokens):
 
 # -- main ------------------------------------------------------------------------------------------------------------
 
-def main(check_only=False):
-    cfg = cli.parse(Config, PRESETS, __doc__)
+def main(check_only=False, doc=__doc__):
+    cfg = cli.parse(Config, PRESETS, doc)
     if cfg.rehearse:
         if glob.glob("/dev/nvidia[0-9]*"):
             cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization = 1, "bfloat16", 0.3
         print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
-    if check_only or (cfg.name == PRESETS["rehearse"]["name"] and not cfg.resume):
+    if check_only or (not cfg.name and not cfg.resume):
         cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
     problems = plan(cfg)
     if problems or cfg.plan:
@@ -352,13 +367,19 @@ def main(check_only=False):
     cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
     policy_loss = make_policy_loss(cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.is_cap)
     run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
-    cluster.connect(local=cfg.rehearse)
-    trainer, sampler = start(cfg, run)
+    if cfg.resume and not checkpoints(run):
+        raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
+    try:
+        cluster.connect(local=cfg.rehearse)
+        print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
+        trainer, sampler = start(cfg, run)
+    except BaseException:
+        if not cfg.resume:                                    # nothing was made yet: the name stays free
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
 
     first, version = 1, 0
     if cfg.resume:
-        if not checkpoints(run):
-            raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
         newest = checkpoints(run)[-1]
         trainer.restore(str(newest))
         state = json.loads((newest / "state.json").read_text())
