@@ -126,7 +126,8 @@ run_main(globals()[sys.argv[1]])
 
 @pytest.mark.parametrize("name, code, sentence", [
     ("stop", 1, "no such model\n"), ("plan", 2, "plan: 3 problems\n"), ("two", 2, ""), ("good", 0, ""),
-    ("interrupt", 1, "interrupted: "), ("full", 1, "no space left on the device"), ("bug", 1, "Traceback")])
+    ("interrupt", 1, "interrupted: "), ("bug", 1, "Traceback"),
+    ("full", 1, "a file cannot be written: No space left on device\n")])
 def test_run_main(name, code, sentence):
     done = subprocess.run([sys.executable, "-c", SCRIPT, name], capture_output=True, text=True)
     assert done.returncode == code and done.stderr.startswith(sentence)
@@ -207,6 +208,9 @@ def test_rewind_drops_later_steps_and_a_torn_line(tmp_path, recipe):
         run.log(step, {"reward": np.float32(step) / 2})
     with open(run.folder / "metrics.jsonl", "a") as f:
         f.write('{"step": 1, "rew')                                   # the process died while writing
+    with pytest.raises(Stop, match="belongs to a run that is still going on"):
+        start(tmp_path, resume=True)
+    run._lock.close()                                                  # as its death does
     resumed = start(tmp_path, resume=True)
     resumed.rewind(3)
     resumed.log(3, {"reward": 9.0})

@@ -37,9 +37,10 @@ def test_help_and_plan_need_no_torch(tmp_path):
 def test_plan_of_the_published_run(tmp_path):
     code, out, _ = run("--plan", cwd=tmp_path)
     lines = out.splitlines()
-    assert code == 2 and lines[-1] == "plan: 3 problems" and not list(tmp_path.iterdir())
+    assert code == 2 and lines[-1] == "plan: 4 problems" and not list(tmp_path.iterdir())
     assert any("128 prompts x 16 = 2,048" in line for line in lines)
     assert any("32 ranks: TP 8 x EP 8 x PP 1, DP 4" in line for line in lines)
+    assert any("4 x 8 GPUs are needed, RAY_ADDRESS names no cluster" in line for line in lines)
     assert any("20 steps x 4 = 80, each on 32 x 16 = 512 answers" in line for line in lines)
     for missing in ("no model folder zai-org/GLM-5.3-BF16", "no data file data/dapo_math.parquet",
                     "no data file data/aime_2024.parquet"):
@@ -54,6 +55,13 @@ def test_plan_of_the_published_run(tmp_path):
     (["--overlong-buffer", "999"], "overlong_buffer 999 is not within 1..48"),
     (["--lora-experts", "some"], "lora_experts is 'some'"),
     (["--temperature", "0.5"], "temperature is 0.5"),
+    (["--lora-targets", "o_proj,zz"], "lora_targets has 'zz'"),
+    (["--wandb", "on"], "wandb is 'on'"),
+    (["--recompute", "half"], "recompute is 'half'"),
+    (["--lr", "nan"], "lr is nan"),
+    (["--group-size", "1"], "group_size is 1"),
+    (["--tp", "0"], "tp is 0, but must be at least 1"),
+    (["--name", "../x"], "name is '../x'"),
 ])
 def test_plan_names_what_does_not_fit(tmp_path, args, sentence):
     code, out, _ = run("--rehearse", "--plan", *args, cwd=tmp_path)
@@ -134,7 +142,11 @@ def straight(tmp_path_factory):
 
 
 def metrics(cwd, name):
-    return {(m := json.loads(line))["step"]: m for line in (cwd / "runs" / name / "metrics.jsonl").read_text().splitlines()}
+    """{step: all that was logged for it}; an evaluation is a line of its own."""
+    found = {}
+    for line in (cwd / "runs" / name / "metrics.jsonl").read_text().splitlines():
+        found.setdefault(json.loads(line)["step"], {}).update(json.loads(line))
+    return found
 
 
 def test_a_run_leaves_what_its_user_expects(straight):

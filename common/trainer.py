@@ -6,6 +6,7 @@ of the layout. A batch is a dict of lists with one entry per sequence: "tokens" 
 reaches `policy_loss` flattened to (N,), where N counts the packed response tokens of a micro-batch.
 """
 import os
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -67,11 +68,14 @@ class TrainerRank:
         address: host:port from rank 0's `address`, or a path: then they meet in a file, which needs no port but one
         common machine."""
         if not dist.is_initialized():
-            host, _, port = str(address).rpartition(":")
-            store = self.store if self.store else (
-                dist.TCPStore(host, int(port), self.world) if host else dist.FileStore(str(address), self.world))
+            if self.store is None and str(address).startswith("/"):
+                self.store = dist.FileStore(str(address), self.world)
+            elif self.store is None:
+                host, _, port = str(address).rpartition(":")
+                self.store = dist.TCPStore(host, int(port), self.world)
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            # ranks read a checkpoint of terabytes at different speeds before they first meet; the default is 10 minutes
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=timedelta(hours=6))
         tp, pp, ep = self.layout.values()
         if self.world % (tp * pp) or (self.world // pp) % ep:
             raise Stop(f"{self.world} trainer ranks do not divide into TP {tp} x PP {pp} x EP {ep}")

@@ -39,10 +39,14 @@ def load(path, columns=COLUMNS):
     for i, row in enumerate(rows):
         if "id" in row and (row["id"] in seen or seen.add(row["id"])):
             raise Stop(f"{path} has the id {row['id']!r} twice (second time in row {i})")
-        if "answer" in row and not row["answer"]:
+        if "answer" in row and row["answer"] in (None, ""):
             raise Stop(f"{path}: row {i} (id {row.get('id')!r}) has no answer")
         if "prompt" in row and not row["prompt"]:
             raise Stop(f"{path}: row {i} (id {row.get('id')!r}) has no prompt")
+        if "prompt" in row and not (isinstance(row["prompt"], list) and all(
+                isinstance(m, dict) and {"role", "content"} <= {k for k, v in m.items() if isinstance(v, str)}
+                for m in row["prompt"])):
+            raise Stop(f"{path}: the prompt of row {i} (id {row.get('id')!r}) is not a list of messages with role and content")
         if "prompt" in row and "prompt_sha256" in row and prompt_sha256(row["prompt"]) != row["prompt_sha256"]:
             raise Stop(f"{path}: the prompt of row {i} (id {row.get('id')!r}) does not have the hash recorded in prompt_sha256")
     return rows

@@ -32,7 +32,8 @@ def taught(gpus=0, dtype="float32", ranks=2, settings=None):
         try:
             arithmetic.prepare(part, dtype=dtype, **config)
             _teach(part, gpus, dtype, ranks, settings)
-            os.rename(part, folder)
+            if not folder.exists():                           # another rehearsal may have been faster
+                os.rename(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return str(folder / "model"), str(folder / "train.parquet"), str(folder / "test.parquet")
@@ -45,6 +46,7 @@ def _teach(part, gpus, dtype, ranks, settings):
         weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)],
         gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
+    (part / "rendezvous").unlink()
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
         n = sum(map(len, tokens)) - sum(n_prompt)

@@ -27,9 +27,11 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
+import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -62,6 +64,7 @@ class Config:
     clip_high: float = 0.28                  # DAPO 3.1: a higher upper bound lets rare tokens grow
     dual_clip: float = 10.0                  # arXiv 1912.09729
     is_cap: float = 2.0                      # truncated importance sampling
+    max_mismatch: float = 0.2                # mean |logp_old - logp_rollout| of a step above which the run stops; 0.03 is usual
     overlong_buffer: int = 4096              # tokens before the cap over which the penalty grows
     overlong_factor: float = 1.0             # to this
     # optimiser
@@ -119,7 +122,8 @@ PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32,
     prompts_per_step=32, group_size=8, max_response_tokens=48, overlong_buffer=24, lr=1e-3, warmup_updates=8, nodes=1,
     gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096, recompute="none",
-    logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5, name="")}
+    logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5,
+    max_mismatch=1e-3, name="")}
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -157,8 +161,8 @@ def plan(cfg):
     must((c.trainer_ranks // c.pp) % c.ep == 0,
          f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
     must(c.dp == 0 or mini * c.group_size >= c.dp, f"a mini-batch of {mini * c.group_size} answers is too small for DP {c.dp}")
-    must(not c.gpus_per_node or c.gpus_per_node % c.sampler_tp == 0,
-         f"{c.gpus_per_node} GPUs of a node do not divide into sampler TP {c.sampler_tp}")
+    must(c.gpus_per_node in (0, c.sampler_tp),
+         f"sampler_tp is {c.sampler_tp} on nodes of {c.gpus_per_node} GPUs: an engine takes all GPUs of its node")
     must(0 < c.overlong_buffer <= c.max_response_tokens,
          f"overlong_buffer {c.overlong_buffer} is not within 1..{c.max_response_tokens}")
     ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -172,14 +176,15 @@ def plan(cfg):
          "lora_targets has kv_b_proj, which vLLM 0.32 on a GPU ignores while decoding: leave it out")
     must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
-    for name in ("lr", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap", "max_tokens_per_micro_batch", "max_num_seqs",
-                 "max_prompt_tokens", "max_response_tokens", "logprob_chunk"):
+    for name in ("lr", "lora_alpha", "max_mismatch", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
+                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     here = len(glob.glob("/dev/nvidia[0-9]*"))
     must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
          f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
-    must(c.name and Path(c.name).name == c.name, f"name is {c.name!r}: it must be one folder name (with --resume, the run's)")
+    must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
+         f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     if not c.rehearse:                                        # the rehearsal makes its own
         must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
@@ -214,7 +219,7 @@ def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
         and micro-batches."""
         import torch
         weight, adv = mb["weight"], mb["adv"]
-        ratio = (logp_new - mb["logp_old"]).exp()
+        ratio = (logp_new - mb["logp_old"]).clamp(-20, 20).exp()       # inf x 0 would be a gradient of nan
         surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
         surrogate = torch.where(adv < 0, torch.maximum(surrogate, dual_clip * adv), surrogate)
         # the tokens were drawn from the sampler's distribution, which rounds otherwise than the trainer's (Yao et al. 2025,
@@ -280,12 +285,11 @@ def start(cfg, run):
     from common import cluster
     place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     per_node = cfg.gpus_per_node
-    gpus = per_node and [range(i * cfg.sampler_tp % per_node, i * cfg.sampler_tp % per_node + cfg.sampler_tp)
-                         for i in range(cfg.engines)]
     sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
         model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_num_seqs=cfg.max_num_seqs,
-        max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens, gpu_memory_utilization=cfg.gpu_memory_utilization,
-        seed=cfg.seed)] * cfg.engines, gpus=gpus and [",".join(map(str, g)) for g in gpus])
+        # one more than the longest answer, because scoring it asks vLLM for a token after it
+        max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
+        seed=cfg.seed)] * cfg.engines, gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines)
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
@@ -293,10 +297,15 @@ def start(cfg, run):
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
         logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
         gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
-    trainer.ready()
+    # the sampler first, then to sleep: at full size the two do not fit the GPUs together
+    sampler.ready().sleep()
     # on one machine the ranks meet in a file, so that nothing listens on the network
-    trainer.load(trainer.address()[0] if cfg.nodes > 1 else str((run.folder / f"rendezvous-{os.getpid()}").absolute()))
-    return trainer, sampler.ready()
+    meeting = (run.folder / f"rendezvous-{uuid.uuid4().hex}").absolute()
+    trainer.ready().load(trainer.address()[0] if cfg.nodes > 1 else str(meeting))
+    meeting.unlink(missing_ok=True)
+    trainer.offload()
+    sampler.wake()
+    return trainer, sampler
 
 
 def save(run, trainer, step, version, keep):
@@ -305,16 +314,24 @@ def save(run, trainer, step, version, keep):
     part = folder.with_name(f".{folder.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    trainer.save(str(part.absolute()))
-    cli.write_atomic(part / "state.json", json.dumps({"step": step, "version": version}))
-    os.rename(part, folder)
+    try:
+        trainer.save(str(part.absolute()))
+        if (n := len(list((part / "ranks").iterdir()))) != len(trainer):
+            raise cli.Stop(f"{part} has the parts of {n} of {len(trainer)} trainer ranks: runs/ must be on a file system "
+                           "that all nodes share")
+        cli.write_atomic(part / "state.json", json.dumps({"step": step, "version": version}))
+        os.rename(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
 
 
 def checkpoints(run):
     """Complete checkpoints, oldest first."""
-    return sorted((run.folder / "checkpoints").glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
+    found = [state.parent for state in (run.folder / "checkpoints").glob("step-*/state.json")]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def read(path, tok, max_prompt_tokens):
@@ -341,7 +358,7 @@ def main(check_only=False, doc=__doc__):
     cfg = cli.parse(Config, PRESETS, doc)
     if cfg.rehearse:
         if glob.glob("/dev/nvidia[0-9]*"):
-            cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization = 1, "bfloat16", 0.3
+            cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
         print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
     if check_only or (not cfg.name and not cfg.resume):
         cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
@@ -387,7 +404,7 @@ def main(check_only=False, doc=__doc__):
         run.rewind(first)
         print(f"resumed from {newest}")
     if cfg.check or check_only:
-        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype,
+        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:max(8, cfg.engines)]], dtype=cfg.dtype,
                             max_tokens=min(128, cfg.max_response_tokens), version=version, seed=cfg.seed)
         run.write_json("check.json", report)
         if check_only or not report["passed"]:
@@ -396,8 +413,9 @@ def main(check_only=False, doc=__doc__):
     else:
         version += 1
         sync.publish(trainer, sampler, version)
-    if first == 1:
-        run.log(0, evaluate(run, 0, sampler, tok, eval_rows, cfg))
+    done = first - 1                                          # an evaluation that the run before a resume did not get to
+    if done % cfg.eval_every == 0 and not (run.folder / "eval" / f"step-{done}.jsonl").exists():
+        run.log(done, evaluate(run, done, sampler, tok, eval_rows, cfg))
 
     P, G, mini = cfg.prompts_per_step, cfg.group_size, cfg.prompts_per_step // cfg.updates_per_step * cfg.group_size
     for step in range(first, cfg.steps + 1):
@@ -428,6 +446,10 @@ def main(check_only=False, doc=__doc__):
         trainer.onload()
         logp_rollout = [r["logp"] for r in rollouts]
         logp_old = merge(trainer.logprobs(batch), P * G)
+        gap = np.abs(np.concatenate(logp_old) - np.concatenate(logp_rollout))
+        if not gap.mean() <= cfg.max_mismatch:
+            raise cli.Stop(f"step {step}: the log-probabilities of sampler and trainer differ by {gap.mean():.3g} on average, "
+                           f"more than max_mismatch {cfg.max_mismatch}: they are no longer one policy, nothing was learned")
         batch |= {"adv": adv_B, "logp_old": logp_old, "logp_rollout": logp_rollout}
         clock.append(time.time())
 
@@ -450,22 +472,21 @@ def main(check_only=False, doc=__doc__):
         sync.publish(trainer, sampler, version)
         clock.append(time.time())
 
-        # 7. log, evaluate, save
-        gap = np.abs(np.concatenate(logp_old) - np.concatenate(logp_rollout))
+        # 7. log, save, evaluate
         metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(),
                    "rollout/capped": is_truncated_B.mean(), "rollout/tokens": length_B.mean(),
                    "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
                    "mismatch/mean": gap.mean(), "mismatch/max": gap.max(), "policy/version": version,
                    **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
                    **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
-        if step % cfg.eval_every == 0 or step == cfg.steps:
-            metrics |= evaluate(run, step, sampler, tok, eval_rows, cfg)
         run.log(step, metrics)
         run.line(step, reward=metrics["reward/mean"], accuracy=metrics["reward/accuracy"], capped=metrics["rollout/capped"],
                  tokens=metrics["rollout/tokens"], gap=float(metrics["mismatch/mean"]), clip=metrics.get("policy/clip", 0.0),
                  entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
         if step % cfg.save_every == 0 or step == cfg.steps:
             save(run, trainer, step, version, cfg.keep)
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
 
     trainer.export(str(run.folder.absolute()))
     run.finish({"steps": cfg.steps, "version": version})

@@ -52,7 +52,9 @@ def interval(values):
 def table():
     runs = []
     for folder in sorted((HERE / "rehearsal").iterdir()):
-        steps = {(m := json.loads(line))["step"]: m for line in (folder / "metrics.jsonl").read_text().splitlines()}
+        steps = {}
+        for line in (folder / "metrics.jsonl").read_text().splitlines():       # an evaluation is a line of its own
+            steps.setdefault(json.loads(line)["step"], {}).update(json.loads(line))
         config, versions = (json.loads((folder / f"{name}.json").read_text()) for name in ("config", "versions"))
         if missing := [k for k in ("commit", "hardware", "n") if not versions.get(k)]:
             raise Stop(f"{folder} lacks {', '.join(missing)}")
