@@ -79,11 +79,11 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     # 2. Calibrate: the smallest power of two times the first guess that moves the trainer enough.
     with trainer_turn(trainer, sampler):
         t0, std = on_trainer(batch), 1e-3
-        for _ in range(16):
+        for attempt in range(16):
             trainer.perturb(std, seed)
             t1 = on_trainer(batch)
             moved = float(np.abs(np.concatenate(t1) - np.concatenate(t0)).mean())
-            if moved >= STALE_FACTOR[dtype] * mean_limit:
+            if moved >= STALE_FACTOR[dtype] * mean_limit or attempt == 15:
                 break
             trainer.restore_adapter()
             std *= 2

@@ -240,6 +240,7 @@ def test_wandb_offline_keeps_its_id(tmp_path, recipe, monkeypatch):
     for resume in (False, True):
         r = Run(Config(), "a", resume=resume, wandb="offline", root=tmp_path / "runs")
         r.log(1, {"reward": 0.5})
+        r.finish()
     assert seen[0]["id"] == seen[2]["id"] and seen[0]["mode"] == "offline" and seen[1] == {"step": 1, "reward": 0.5}
 
 
