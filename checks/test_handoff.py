@@ -281,3 +281,20 @@ def test_sampled_logprobs_are_those_of_the_sampled_distribution(trainer, engine,
     kept = order[:int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
     token = int(answer["tokens"][0])
     assert token in kept and abs(answer["logp"][0] - np.log(p[token] / p[kept].sum())) < 1e-4
+
+
+@only_float32
+def test_vllm_loads_the_exported_folder_as_what_was_trained(trainer, engine, prompts, tmp_path):
+    """The PEFT folder through vLLM's own file loader, as somebody who was given the folder would."""
+    from vllm.lora.request import LoRARequest
+    set_family(trainer, None)
+    trainer.export(tmp_path)
+    serving, engine.request = engine.request, LoRARequest("exported", 100_000, str(tmp_path / "adapter"))
+    try:
+        decode, prefill, _ = scored(trainer, engine, prompts)
+    finally:
+        engine.request = serving
+        engine.llm.llm_engine.remove_lora(100_000)
+    assert decode.max() <= MAX and prefill.max() <= MAX and decode.mean() <= MEAN, f"{decode.mean():.1e} {prefill.max():.1e}"
+    sync.publish(Local(trainer), Local(engine), next_version(engine))              # and the engine goes on
+    assert scored(trainer, engine, prompts)[0].max() <= MAX
