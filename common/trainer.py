@@ -246,10 +246,8 @@ class TrainerRank:
     # -- files -------------------------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """This rank's part of a checkpoint (trainable parameters, optimizer, counters, random state), and the adapter
-        as a PEFT folder."""
+        """This rank's part of a checkpoint: trainable parameters, optimizer, counters, random state."""
         checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer, self.updates)
-        self.export(folder)
 
     def export(self, folder):
         """The adapter as a PEFT folder (collective; rank 0 writes `folder`/adapter)."""
