@@ -32,7 +32,7 @@ def record(folder):
     target = HERE / "rehearsal" / folder.name
     target.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "config.json", "check.json"):
-        write_atomic(target / name, (folder / name).read_text())
+        write_atomic(target / name, (folder / name).read_text().replace(f"{HERE.parent}/", ""))
     n = len((folder / "eval" / "step-0.jsonl").read_text().splitlines())
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine())
