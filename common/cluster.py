@@ -96,8 +96,9 @@ def connect(local, object_store_gb=1):
             raise Stop(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {reason}") from error
     else:
         os.environ.pop("RAY_ADDRESS", None)
+        # Ray starts a worker for each CPU that it is told of, needed or not; the actors ask for none
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, configure_logging=False,
-                 num_cpus=max(8, os.cpu_count()), object_store_memory=int(object_store_gb * 2**30))
+                 num_cpus=2, object_store_memory=int(object_store_gb * 2**30))
     signal.signal(signal.SIGTERM, _interrupt)                        # after ray.init, which sets one that aborts
 
 
