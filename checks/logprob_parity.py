@@ -50,14 +50,11 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
         return merge(trainer.logprobs(batch), len(batch["tokens"]))
 
     def on_sampler(batch):
-        n, out = len(sampler), [None] * len(prompts)
-        for i, part in enumerate(sampler.each("score", [(batch["tokens"][i::n], batch["n_prompt"][i::n]) for i in range(n)])):
-            out[i::n] = part
-        return out
+        return spread(sampler, "score", (batch["tokens"], batch["n_prompt"]))
 
     def decode():
         """Fresh answers, and the log-probabilities that the sampler gave them while decoding."""
-        answers = spread(sampler, prompts, seeds, max_tokens)
+        answers = spread(sampler, "generate", (prompts, seeds), max_tokens)
         tokens = [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts, answers)]
         return {"tokens": tokens, "n_prompt": [len(p) for p in prompts]}, [a["logp"] for a in answers]
 

@@ -54,10 +54,8 @@ class Receiver:
                     raise Stop(f"{key} has shape {tuple(source.shape)}, its slot takes {tuple(region.shape)}")
                 region.copy_(source)                         # broadcasts over the experts of a layer
                 written.append((key, region, source.ndim, checksum(source)))
-            let_go()                                         # the copies are done: the sender may reuse its buffer
-        except BaseException:
-            let_go()
-            raise
+        finally:
+            let_go()                                         # waits for the copies: then the sender may reuse its buffer
         whole = {e.key: e.checksum for e in header.entries}
         self.adapter_staged = (header.version, slot, header.rank, written, whole)
         return {"version": header.version, "slot": slot}
@@ -109,7 +107,7 @@ class Receiver:
     def _places(self, adapters, header, tensors, slot):
         """Yield (whole slot tensor, source, key, region to write) for every tensor; modules without one are zeroed.
         Raises Stop if a tensor has no module, or a module of an adapted kind gets no tensor."""
-        kinds = {".".join(k.split(".")[2:-1]) for k in tensors}           # mlp.experts.gate_proj, ...
+        kinds = {kind(k).rpartition(".")[0] for k in tensors}              # mlp.experts.gate_proj, ...
         left, unfilled = dict(tensors), []
 
         def pair(path):
@@ -140,8 +138,7 @@ class Receiver:
                                "in decode and cached prefill")
             a, b = ([p and p[i] for p in pairs] for i in (0, 1))
             if module.tp_size > 1:
-                stacks = module.lora_a_stacked
-                single = len(stacks) == 1 and not isinstance(stacks, list) and name not in adapters.packed_modules
+                single = len(module.lora_a_stacked) == 1 and name not in adapters.packed_modules
                 a = [module.slice_lora_a(a[0])] if single else module.slice_lora_a(a)
                 b = [module.slice_lora_b(b[0])] if single else module.slice_lora_b(b)
             for i, p in enumerate(parts):
@@ -160,7 +157,8 @@ class Receiver:
 
     def _expert_places(self, module, path, pair, header, slot):
         triple = {p: pair(f"{path}.{p}_proj") for p in ("gate", "up", "down")}
-        module.reset_lora(slot) if not all(triple.values()) else None
+        if not all(triple.values()):
+            module.reset_lora(slot)
         if not any(triple.values()):
             return
         if module.w13_lora_a_stacked[0].shape[1] != module.local_num_experts:

@@ -125,10 +125,11 @@ class SamplerEngine:
             self.llm.wake_up()
 
 
-def spread(sampler, prompts, seeds, *how):
-    """`generate` over all engines of a group, dealt round-robin; answers in the order of the prompts."""
+def spread(sampler, verb, columns, *how):
+    """A verb of SamplerEngine over all engines of a group: the items of every column (prompts and seeds, say) are dealt
+    round-robin, `how` goes to all. Answers in the order of the items."""
     n = len(sampler)
-    answers = [None] * len(prompts)
-    for i, part in enumerate(sampler.each("generate", [(prompts[i::n], seeds[i::n], *how) for i in range(n)])):
+    answers = [None] * len(columns[0])
+    for i, part in enumerate(sampler.each(verb, [(*(c[i::n] for c in columns), *how) for i in range(n)])):
         answers[i::n] = part
     return answers

@@ -248,7 +248,7 @@ def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p
     prompts = [row["prompt_tokens"] for row in rows for _ in range(samples)]
     # one seed an answer, from the run's seed and what the answer is for: the same answers again after a resume
     seeds = [seed_of(seed, row["id"], g) for row in rows for g in range(samples)]
-    rollouts = spread(sampler, prompts, seeds, max_tokens, temperature, top_p)
+    rollouts = spread(sampler, "generate", (prompts, seeds), max_tokens, temperature, top_p)
     for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
         text = tok.decode(rollout["tokens"], skip_special_tokens=False)
         grade = rewards.grade(text, row["answer"], in_think=row["opens_think"])
