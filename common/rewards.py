@@ -1,8 +1,10 @@
-"""Grading and length penalty: pure functions of text and numbers, in time linear in the text, whatever a model writes.
+"""Grading and length penalty: functions of text and numbers, in time linear in the text, whatever a model writes. A gold answer
+that is no integer is compared by math-verify, within common/verify.py's limits.
 
 Reward convention, everywhere: RIGHT = +1 for a right answer, WRONG = -1 for anything else, so accuracy = (mean reward + 1) / 2.
 """
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 RIGHT, WRONG = 1.0, -1.0
@@ -11,55 +13,82 @@ SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|\[gMASK\]|<sop>|</?think>")
 ANSWER_LINE = re.compile(r"answer[*_ \t]*[:\uff1a][*_\s]*", re.IGNORECASE)
 WRAPPER = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\{([^{}]*)\}|\\\((.*)\\\)|\\\[(.*)\\\]")
 INTEGER = re.compile(r"([+-]?) ?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
-LONGEST = 200                     # characters of an extracted answer; a longer one is no integer that anybody asked for
+LONGEST = 200                     # characters of an extracted answer; a longer one is no answer that anybody asked for
 
 
 class Grade(NamedTuple):
     correct: bool
-    extracted: str | None         # the integer read from the text, in plain digits
-    reason: str                   # right, wrong, thinking not closed, no answer, box not closed, not an integer
+    extracted: str | None         # the integer read from the text, in plain digits; for another gold, the text that was compared
+    reason: str                   # right, wrong, thinking not closed, no answer, box not closed, not an integer, too long,
+    #                               and from math-verify: took too long, failed
 
 
-def integer(text):
-    """`text` as the canonical digits of an integer ("-7", "1204"), or None. Takes off special tokens, $, \\( \\), bold and code
-    marks, a final dot, thousands commas in their places and leading zeros. Digits stay text: int() refuses 4,301 of them."""
+def plain(text):
+    r"""`text` without special tokens, $, \( \), \text{}, bold and code marks around it, spaces and a final dot."""
     text = SPECIAL.sub("", text[:LONGEST])
-    for mark, plain in (("\u2212", "-"), ("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "")):
-        text = text.replace(mark, plain)
+    for mark, meant in (("\u2212", "-"), ("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "")):
+        text = text.replace(mark, meant)
     for _ in range(4):                                            # marks may enclose each other: **$\text{204}$.**
         text = text.strip("$*_` \t\r\n").rstrip(".,;")
         peeled = WRAPPER.fullmatch(text)
         text = next(filter(None, peeled.groups()), "") if peeled else text
-    match = INTEGER.fullmatch(text)
+    return text
+
+
+def integer(text):
+    """`text` as the canonical digits of an integer ("-7", "1204"), or None. Takes off what `plain` does, thousands commas in
+    their places and leading zeros. Digits stay text: int() refuses 4,301 of them."""
+    match = INTEGER.fullmatch(plain(text))
     if not match:
         return None
     digits = match[2].replace(",", "").lstrip("0") or "0"
     return "-" + digits if match[1] == "-" and digits != "0" else digits
 
 
-def grade(text, answer, in_think=False):
-    r"""Strict integer grader. It reads the last `\boxed{...}` or the last `Answer: ...` line, whichever comes last, outside the
-    thinking block: all up to the last `</think>` is dropped, and thinking that never closes holds no answer. `in_think` says
-    that the prompt already opened the block (GLM's chat form does). `answer` is the gold integer; ValueError when it is not."""
-    gold = integer(str(answer))
-    if gold is None:
-        raise ValueError(f"the gold answer {str(answer)[:50]!r} is not an integer")
+def extract(text, in_think=False):
+    r"""(answer, "") from the last `\boxed{...}` or the last `Answer: ...` line, whichever comes last, outside the thinking block:
+    all up to the last `</think>` is dropped, and thinking that never closes holds no answer. `in_think` says that the prompt
+    already opened the block (GLM's chat form does). (None, reason) when there is none."""
     _, closed, visible = text.rpartition("</think>")
     if "<think>" in visible or (in_think and not closed):
-        return Grade(False, None, "thinking not closed")
+        return None, "thinking not closed"
     box, line = visible.rfind(r"\boxed{"), max((m.end() for m in ANSWER_LINE.finditer(visible)), default=-1)
     if box < 0 and line < 0:
-        return Grade(False, None, "no answer")
+        return None, "no answer"
     if box > line or (box == line and box >= 0):
         found = _braces(visible, box + len(r"\boxed"))
         if found is None:
-            return Grade(False, None, "box not closed")
+            return None, "box not closed"
     else:
         found = visible[line:line + LONGEST + 1].partition("\n")[0]
-    value = integer(found) if len(found) <= LONGEST else None
+    return (found, "") if len(found) <= LONGEST else (None, "too long")
+
+
+def grade(text, answer, in_think=False):
+    """Strict grader: what `extract` finds must be the gold `answer`, as an integer. For a gold that is no integer math-verify
+    decides. A pure function for integers; otherwise "took too long" depends on the machine."""
+    gold = integer(str(answer))
+    found, reason = extract(text, in_think)
+    if found is None:
+        return Grade(False, None, reason)
+    if gold is None:
+        from common import verify
+        found = plain(found)
+        correct, reason = verify.same(found, str(answer))
+        return Grade(correct, found, reason)
+    value = integer(found)
     if value is None:
         return Grade(False, None, "not an integer")
     return Grade(value == gold, value, "right" if value == gold else "wrong")
+
+
+def grade_all(texts, answers, in_think):
+    """`grade` of every (text, answer, in_think), side by side where math-verify is at work."""
+    if all(integer(str(answer)) is not None for answer in answers):
+        return list(map(grade, texts, answers, in_think))
+    from common import verify
+    with ThreadPoolExecutor(verify.WORKERS) as threads:       # they only wait for the worker processes
+        return list(threads.map(grade, texts, answers, in_think))
 
 
 def _braces(text, start):
