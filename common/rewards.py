@@ -64,6 +64,14 @@ def extract(text, in_think=False):
     return (found, "") if len(found) <= LONGEST else (None, "too long")
 
 
+def gradable(answer):
+    """Whether `answer` can be a gold answer: an integer, or an expression that math-verify reads."""
+    if integer(answer) is not None:
+        return True
+    from common import verify
+    return verify.readable(answer)
+
+
 def grade(text, answer, in_think=False):
     """Strict grader: what `extract` finds must be the gold `answer`, as an integer. For a gold that is no integer math-verify
     decides. A pure function for integers; otherwise "took too long" depends on the machine."""

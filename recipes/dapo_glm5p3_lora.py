@@ -249,9 +249,10 @@ def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p
     # one seed an answer, from the run's seed and what the answer is for: the same answers again after a resume
     seeds = [seed_of(seed, row["id"], g) for row in rows for g in range(samples)]
     rollouts = spread(sampler, "generate", (prompts, seeds), max_tokens, temperature, top_p)
-    for rollout, row in zip(rollouts, (row for row in rows for _ in range(samples))):
-        text = tok.decode(rollout["tokens"], skip_special_tokens=False)
-        grade = rewards.grade(text, row["answer"], in_think=row["opens_think"])
+    asked = [row for row in rows for _ in range(samples)]
+    texts = [tok.decode(rollout["tokens"], skip_special_tokens=False) for rollout in rollouts]
+    grades = rewards.grade_all(texts, [row["answer"] for row in asked], [row["opens_think"] for row in asked])
+    for rollout, row, text, grade in zip(rollouts, asked, texts, grades):
         rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted,
                        is_correct=grade.correct)
     return rollouts
@@ -338,8 +339,9 @@ def read(path, tok, max_prompt_tokens):
     """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
     from common import rewards
     rows = dataset.load(path, ("id", "prompt", "answer"))
-    if odd := next((row for row in rows if rewards.integer(row["answer"]) is None), None):
-        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is no integer, all that the grader knows")
+    if odd := next((row for row in rows if not rewards.gradable(row["answer"])), None):
+        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is neither an integer nor an expression "
+                       "that math-verify reads")
     for row in rows:
         row["prompt_tokens"] = dataset.encode(tok, row["prompt"])
         # GLM's template opens the thinking block: an answer must close it to count
