@@ -54,6 +54,21 @@ def test_defaults_and_forms():
     assert flags("--experts", "each").experts == "each"
 
 
+@dataclass
+class Words:
+    from_: str = "the Hub"             # a file
+    year: int = 2024
+
+
+def test_word_of_python_as_a_flag(capsys):
+    assert parse(Words, argv=["--from", "a.jsonl"]) == Words("a.jsonl") == parse(Words, argv=["--from=a.jsonl"])
+    with pytest.raises(Stop, match="unknown option --form: the nearest one is --from$"):
+        parse(Words, argv=["--form", "a"])
+    with pytest.raises(SystemExit):
+        parse(Words, argv=["--help"])
+    assert "\n  --from the Hub " in capsys.readouterr().out
+
+
 def test_presets_come_before_explicit_flags():
     assert flags("--rehearse") == Config(lr=3e-3, group_size=8, rehearse=True)
     assert flags("--group-size", "4", "--rehearse").group_size == 4

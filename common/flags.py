@@ -22,6 +22,7 @@ def parse(Config, presets=None, doc="", argv=None):
     """An instance of the dataclass `Config` from the command line (`argv` defaults to sys.argv[1:]).
 
     Every field is a flag: `--group-size 8`, `--group_size=8`, `--flag`, `--no-flag`, tuples as `a,b`, `none` for Optional.
+    A field named like a word of Python ends with an underscore that its flag lacks: `from_` is `--from`.
     `presets` maps a flag (`--rehearse`) to the values it sets; flags given explicitly win over it, in any order.
     Raises Stop for an unknown flag (naming the nearest), a missing or an ill-typed value."""
     presets, argv = presets or {}, list(sys.argv[1:] if argv is None else argv)
@@ -32,16 +33,17 @@ def parse(Config, presets=None, doc="", argv=None):
     while argv:
         flag, eq, value = argv.pop(0).partition("=")
         name = flag[2:].replace("-", "_")
+        name += "_" * (f"{name}_" in names)
         if flag in ("-h", "--help"):
             print(usage(Config, presets, doc))
             raise SystemExit(0)
         if not flag.startswith("--"):
-            raise Stop(f"unexpected argument {flag + eq + value!r}: options look like --{names[0].replace('_', '-')} VALUE")
+            raise Stop(f"unexpected argument {flag + eq + value!r}: options look like {_flag(names[0])} VALUE")
         negated = name.startswith("no_") and hints.get(name[3:]) is bool and name not in names
         name = name[3:] if negated else name
         if name not in names and name not in presets:
             near = difflib.get_close_matches(name, [*names, *presets, "help"], n=1, cutoff=0.0)[0]
-            raise Stop(f"unknown option {flag}: the nearest one is --{near.replace('_', '-')}")
+            raise Stop(f"unknown option {flag}: the nearest one is {_flag(near)}")
         if hints.get(name, bool) is bool:
             if negated and eq:
                 raise Stop(f"{flag} takes no value")
@@ -57,6 +59,10 @@ def parse(Config, presets=None, doc="", argv=None):
         given[name] = _convert(flag, value, hints[name])
     values = {key: value for preset in chosen for key, value in presets[preset].items()}
     return Config(**{**values, **given})
+
+
+def _flag(name):
+    return "--" + name.removesuffix("_").replace("_", "-")
 
 
 def _type_name(kind):
@@ -110,7 +116,7 @@ def field_comments(Config):
 def usage(Config, presets, doc):
     """The text of --help: the docstring, the presets, then every field with its default and its comment, in groups."""
     comments, group, lines = field_comments(Config), None, [doc.strip(), ""]
-    lines += [f"--{p.replace('_', '-')} sets " + ", ".join(f"{k} {v}" for k, v in presets[p].items()) for p in presets]
+    lines += [f"{_flag(p)} sets " + ", ".join(f"{k} {v}" for k, v in presets[p].items()) for p in presets]
     for f in dataclasses.fields(Config):
         heading, text = comments[f.name]
         if heading != group:
@@ -118,5 +124,5 @@ def usage(Config, presets, doc):
             lines += ["", heading]
         value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
         value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        lines.append(f"  --{f.name.replace('_', '-')} {value}".ljust(38) + f" {text}".rstrip())
+        lines.append(f"  {_flag(f.name)} {value}".ljust(38) + f" {text}".rstrip())
     return "\n".join(lines)
