@@ -1,13 +1,18 @@
 """The hand-off's own parts, without engines: bundles, checksums, tickets, and who is told what when a publish fails."""
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from checks.local import Local
-from common import sync
+from common import checksum, sync
 from common.cli import Stop
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tensors():
@@ -30,27 +35,67 @@ def test_a_bundle_comes_back_bit_for_bit_and_its_header_survives_json():
     assert sync.Header.from_json(header.to_json()).fingerprint == header.fingerprint
 
 
-@pytest.mark.parametrize("change", ["one bit", "two elements swapped", "two rows swapped", "sign of a zero", "shifted by one"])
+@pytest.mark.parametrize("change", ["one bit", "neighbours swapped", "two words swapped", "two rows swapped", "sign of a zero",
+                                    "shifted by one"])
 def test_checksum_sees(change):
     t = torch.arange(1000, dtype=torch.float32).view(10, 100)
     u = t.clone()
     if change == "one bit":
         u.view(torch.int32)[3, 3] ^= 1
-    elif change == "two elements swapped":
-        u[0, 1], u[0, 2] = t[0, 2], t[0, 1]
+    elif change == "neighbours swapped":                    # within one 8-byte word
+        u[0, 2], u[0, 3] = t[0, 3], t[0, 2]
+    elif change == "two words swapped":
+        u[0, :2], u[0, 2:4] = t[0, 2:4], t[0, :2]
     elif change == "two rows swapped":
         u[[2, 7]] = t[[7, 2]]
     elif change == "sign of a zero":
         u[0, 0] = -0.0
     else:
         u = t.flatten().roll(1).view(10, 100)
-    assert sync.checksum(u) != sync.checksum(t)
-    assert sync.checksum(t) == sync.checksum(t.t().contiguous().t()), "the layout in memory must not count"
+    assert checksum.checksum(u) != checksum.checksum(t)
+    assert checksum.checksum(t) == checksum.checksum(t.t().contiguous().t()), "the layout in memory must not count"
 
 
 def test_checksum_does_not_depend_on_the_piece_size():
-    t = torch.randn(1001, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert sync.checksum(t, piece=7) == sync.checksum(t)
+    words = torch.randint(-2**63, 2**63 - 1, (1001,), generator=torch.Generator().manual_seed(1))
+    assert checksum._one(words, piece=7) == checksum._one(words) == checksum.checksum(words)
+
+
+def test_checksum_against_its_formula():
+    """In Python's own integers, for a size that is whole words and one that is not."""
+    for t in (torch.arange(6, dtype=torch.int64) - 3, torch.tensor([1, -2, 3], dtype=torch.int16)):
+        total = 0
+        for i, v in enumerate(t.tolist(), 1):
+            w = i * checksum.GOLDEN % 2**64
+            w = w - 2**64 if w >= 2**63 else w                       # as a signed number, for the arithmetic shift
+            w = (w ^ (w >> 29)) * checksum.MIX % 2**64 | 1
+            total += (v + checksum.SHIFT) * w
+        assert checksum.checksum(t) % 2**64 == total % 2**64
+
+
+def test_part_sums():
+    t = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(2))
+    misaligned = torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
+    for layout in (t, t.transpose(1, 2).contiguous().transpose(1, 2), misaligned):
+        assert checksum.part_sums([layout, t[0]], [6, 1]) == [[checksum.checksum(part) for part in t], [checksum.checksum(t[0])]]
+    with pytest.raises(ValueError, match="no 7 equal parts"):
+        checksum.part_sums([t], [7])
+
+
+def test_the_gpu_kernel_gives_the_same_sums():
+    """In Triton's interpreter; on a GPU the kernel itself."""
+    program = """
+import torch
+from common import checksum
+g = torch.Generator().manual_seed(0)
+tensors = [torch.randn(n, generator=g).to(d) for n, d in ((4, torch.bfloat16), (9000, torch.float32), (40000, torch.bfloat16))]
+tensors.append(torch.randn(8, 4, 100, generator=g))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+words = [checksum._words(t.to(device), n) for t, n in zip(tensors, (1, 1, 1, 8))]
+assert checksum._many(words) == [[checksum._one(row) for row in b] for b in words]
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=300)
 
 
 def test_a_damaged_or_short_buffer_is_refused():

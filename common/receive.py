@@ -8,8 +8,9 @@ type on the way out of a worker process.
 """
 import functools
 
+from common.checksum import checksums, part_sums
 from common.cli import Stop
-from common.sync import Header, checksum, combine, take, unpack
+from common.sync import Header, combine, take, unpack
 
 TESTED_VLLM = "0.32.0"                      # the slot layout below is internal to vLLM
 SILENT = {"mlp.gate": "vLLM accepts a router adapter and never applies it"}
@@ -39,25 +40,27 @@ class Receiver:
         header, adapters = Header.from_json(header), self.model_runner.lora_manager._adapter_manager
         if header.base != base:
             raise Stop(f"version {header.version} adapts base model {header.base}, this sampler serves {base}")
-        # version -> (slot, [(key, written region, checksum that it must have)])
         self.__dict__.setdefault("adapter_versions", {})
         if self.adapter_versions and header.version <= max(self.adapter_versions):
             raise Stop(f"version {header.version} is not newer than version {max(self.adapter_versions)}, which is here")
         slot = self._free_slot(adapters)
         flat, let_go = take(ticket)
         try:
-            written = []
+            written, sources = [], []
             for dest, source, key, region in self._places(adapters, header, unpack(header, flat), slot):
                 if dest.shape != region.shape:               # a slot larger than the rank: the rest must keep no older adapter
                     dest.zero_()
                 if region.shape[-source.ndim:] != source.shape:
                     raise Stop(f"{key} has shape {tuple(source.shape)}, its slot takes {tuple(region.shape)}")
                 region.copy_(source)                         # broadcasts over the experts of a layer
-                written.append((key, region, source.ndim, checksum(source)))
+                # a tensor shared by the experts lies in the slot once for each
+                written.append((key, region, len(region) if region.ndim > source.ndim else 1))
+                sources.append(source)
+            wanted = checksums(sources)
         finally:
             let_go()                                         # waits for the copies: then the sender may reuse its buffer
         whole = {e.key: e.checksum for e in header.entries}
-        self.adapter_staged = (header.version, slot, header.rank, written, whole)
+        self.adapter_staged = (header.version, slot, header.rank, written, wanted, whole)
         return {"version": header.version, "slot": slot}
 
     @answered
@@ -67,20 +70,17 @@ class Receiver:
         staged = self.__dict__.pop("adapter_staged", None)
         if staged is None or staged[0] != version:
             raise Stop(f"version {version} is not staged here (staged: {staged and staged[0]})")
-        _, slot, rank, written, whole = staged
+        _, slot, rank, written, wanted, whole = staged
         adapters = self.model_runner.lora_manager._adapter_manager
         adapters._registered_adapters[version + 1] = LoRAModel(version + 1, rank, {})
         adapters._active_adapters[version + 1] = None
         adapters.lora_index_to_id[slot] = version + 1
         self.adapter_versions[version] = slot
         held = {}
-        for key, region, ndim, expected in written:
-            copies = region.unsqueeze(0) if region.ndim == ndim else region
-            same = bool((copies == copies[:1]).all())
+        for (key, _, _), want, found in zip(written, wanted, part_sums([r for _, r, _ in written], [n for _, _, n in written])):
             # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that
             # vLLM cuts from it.
-            found = checksum(copies[0])
-            held[key] = whole[key] if same and found == expected else found ^ (not same)
+            held[key] = whole[key] if set(found) == {want} else sum(found)
         return {"version": version, "slot": slot, "fingerprint": combine(held.items())}
 
     @answered

@@ -17,28 +17,11 @@ from pathlib import Path
 
 import torch
 
+from common.checksum import checksums
 from common.cli import Stop
 
 ALIGN = 64   # bytes; every tensor starts on a cache line, so that a view of any dtype is aligned
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def checksum(tensor, piece=1 << 22):
-    """A 64-bit position-weighted sum of a tensor's bits, on the tensor's own device.
-
-    Each element's bits are multiplied by an odd weight that a mixing function (splitmix64's constants) makes from its
-    position, so a changed, missing or displaced element changes the sum; it is no protection against malice. Temporary
-    memory: 24 bytes x `piece`.
-    """
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(integer).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), piece):
-        part = bits[start:start + piece].to(torch.int64)
-        weight = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device) * -7046029254386353131
-        weight = ((weight ^ (weight >> 29)) * -4658895280553007687) | 1
-        total += ((part + 0x5851F42D) * weight).sum()        # wraps modulo 2^64, on purpose
-    return total.item()
 
 
 @dataclasses.dataclass
@@ -81,12 +64,12 @@ def combine(pairs):
 
 def pack(tensors, *, version, base, rank, experts):
     """(Header, flat uint8 buffer on the tensors' device) of {neutral key: tensor}."""
-    entries, end = [], 0
-    for key, t in tensors.items():
-        entries.append(Entry(key, list(t.shape), str(t.dtype).removeprefix("torch."), end, checksum(t)))
-        end += -(-t.nbytes // ALIGN) * ALIGN
-    if not entries:
+    if not tensors:
         raise Stop("the adapter is empty: no trainable tensor to publish")
+    entries, end = [], 0
+    for (key, t), total in zip(tensors.items(), checksums(list(tensors.values()))):
+        entries.append(Entry(key, list(t.shape), str(t.dtype).removeprefix("torch."), end, total))
+        end += -(-t.nbytes // ALIGN) * ALIGN
     flat = torch.zeros(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     for e, t in zip(entries, tensors.values()):
         flat[e.offset:e.offset + t.nbytes].copy_(t.detach().contiguous().view(torch.uint8).flatten())
@@ -103,9 +86,10 @@ def unpack(header, flat):
         view = flat[e.offset:e.offset + count * DTYPES[e.dtype].itemsize].view(DTYPES[e.dtype]).view(e.shape)
         if e.key in out:
             raise Stop(f"version {header.version} holds {e.key} twice")
-        if checksum(view) != e.checksum:
-            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
         out[e.key] = view
+    for e, found in zip(header.entries, checksums(list(out.values()))):
+        if found != e.checksum:
+            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
     return out
 
 

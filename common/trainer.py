@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from common import checkpoint, glm5p3, logprobs, lora, sync, weights  # noqa: E402
 from common.batch import deal, micro_count  # noqa: E402
+from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
 from common.cpu import device  # noqa: E402
 from common.packing import pack  # noqa: E402
@@ -212,7 +213,7 @@ class TrainerRank:
     def fingerprint(self):
         """Fingerprint of the adapter as it would be published; None on ranks that do not hold it whole."""
         tensors = lora.export(self.model, self.cfg, self.dtype)
-        return sync.combine((k, sync.checksum(t)) for k, t in tensors.items()) if tensors else None
+        return sync.combine(zip(tensors, checksums(list(tensors.values())))) if tensors else None
 
     def perturb(self, std, seed=0):
         """Add noise to the adapter, the same on every split of the model (seeded by parameter name). `restore_adapter`
