@@ -26,17 +26,14 @@ def save_peft(tensors, hf_config, rank, folder, base_model):
     replacing an older one. The folder appears complete or not at all. base_model: name or path for adapter_config.json."""
     folder = Path(folder)
     partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
-    n, experts, rows = hf_config.n_routed_experts, "none", []
+    experts = "none"
     for key, t in tensors.items():
         have = t.shape[-2 if key.endswith("lora_A") else -1]
         if have != rank:
             raise Stop(f"adapter tensor {key} of shape {list(t.shape)} has rank {have}, not {rank}")
         if ".mlp.experts." in key:
             experts = "each" if t.ndim == 3 else "shared"
-            head, leaf = key.split(".experts.")
-            rows += [(f"{PREFIX}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t) for e in range(n)]
-        else:
-            rows.append((f"{PREFIX}{key}.weight", t))
+    rows = list(public(tensors, hf_config.n_routed_experts))
     modules = [k.rpartition(".")[0] for k in tensors]
     linears = {m.rpartition(".")[2] for m in modules if ".mlp." not in m or ".mlp.experts." in m}
     parameters = {m.split(".", 2)[2] + ".weight" for m in modules if ".mlp." in m and ".mlp.experts." not in m}
@@ -59,6 +56,17 @@ def save_peft(tensors, hf_config, rank, folder, base_model):
         shutil.rmtree(partial, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def public(tensors, n_experts):
+    """(PEFT name, tensor) of an adapter under neutral keys: every routed expert has names of its own, and views."""
+    for key, t in tensors.items():
+        if ".mlp.experts." in key:
+            head, leaf = key.split(".experts.")
+            for e in range(n_experts):
+                yield f"{PREFIX}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t
+        else:
+            yield f"{PREFIX}{key}.weight", t
 
 
 def _write(file, rows, metadata):

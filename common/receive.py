@@ -118,6 +118,8 @@ class Receiver:
             if None in got:
                 unfilled.append(path)
                 return None
+            if got[0].shape[-2] != got[1].shape[-1]:
+                raise Stop(f"{path}.lora_A has shape {tuple(got[0].shape)} and lora_B {tuple(got[1].shape)}: their ranks differ")
             return got
 
         for name, module in adapters.modules.items():
@@ -146,8 +148,8 @@ class Receiver:
                 if a[i] is None:
                     dest_a.zero_(), dest_b.zero_()
                     continue
-                yield dest_a, a[i], f"{p}.lora_A", dest_a[:header.rank]
-                yield dest_b, b[i], f"{p}.lora_B", dest_b[:, :header.rank]
+                yield dest_a, a[i], f"{p}.lora_A", dest_a[:a[i].shape[-2]]
+                yield dest_b, b[i], f"{p}.lora_B", dest_b[:, :b[i].shape[-1]]
         if left:
             some = ", ".join(sorted(left)[:3])
             raise Stop(f"{len(left)} of {len(tensors)} tensors match no module of this sampler: {some}")
@@ -180,8 +182,8 @@ class Receiver:
                 a, b = (slice_(t[first:first + module.local_num_experts]) for t, slice_ in ((a, slice_a), (b, slice_b)))
             else:
                 a, b = slice_a(a[None])[0], slice_b(b[None])[0]
-            yield stack_a[slot], a, f"{path}.{p}_proj.lora_A", stack_a[slot][:, :header.rank]
-            yield stack_b[slot], b, f"{path}.{p}_proj.lora_B", stack_b[slot][:, :, :header.rank]
+            yield stack_a[slot], a, f"{path}.{p}_proj.lora_A", stack_a[slot][:, :a.shape[-2]]
+            yield stack_b[slot], b, f"{path}.{p}_proj.lora_B", stack_b[slot][:, :, :b.shape[-1]]
 
 
 def kind(path):
