@@ -126,8 +126,7 @@ def finished(tmp_path):
     (folder / "eval").mkdir(parents=True)
     lines = []
     for step, right, cut in ((0, 2, 2), (2, 3, 1)):
-        answers = [{"id": f"p{i // 2}", "text": "a secret answer", "tokens": 10 + i, "is_truncated": i < cut, "extracted": "1",
-                    "is_correct": i >= 4 - right} for i in range(4)]
+        answers = [{"id": f"p{i // 2}", "text": "a secret answer", "is_correct": i >= 4 - right} for i in range(4)]
         (folder / "eval" / f"step-{step}.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
         if step:
             lines.append({"step": step, "reward/mean": 0.25, "reward/accuracy": 0.5, "rollout/capped": 0.3,
@@ -210,7 +209,7 @@ def test_keep_refuses_unfinished_or_inconsistent(finished, tmp_path):
             record.keep(finished, "tiny", {}, tmp_path / "records")
     good = (finished / "metrics.jsonl").read_text()
     (finished / "metrics.jsonl").write_text(good.replace('"eval/accuracy": 0.75', '"eval/accuracy": 0.8'))
-    refused("eval/accuracy is 0.75 there, but 0.8 in metrics.jsonl")
+    refused("3 of 4 answers are right there, 80.00% in metrics.jsonl")
     (finished / "metrics.jsonl").write_text("".join(good.splitlines(keepends=True)[:-1]))
     refused("no evaluation at its last step 2")
     (finished / "metrics.jsonl").write_text(good)
@@ -294,7 +293,8 @@ def test_full_size_run_takes_the_place_of_not_run(finished, tmp_path):
     record.keep(finished, "aime", {}, tmp_path / "records")
     lora, full = (table.summary(published.load(), record.groups(tmp_path / "records"), method)
                   for method in ("LoRA", "full fine-tuning"))
-    assert "| **ours, aime** | 2 | 50.0 → 75.0 | 50.0 → 25.0 | 11.5 → 11.5 | 100.0 → 100.0 | 2 x 2 | 1 seeds" in "\n".join(lora)
+    assert ("| **ours, aime** | 2 | 50.0 → 75.0 | 50.0 → 25.0 | 11.5 → 11.5 | 100.0 → 100.0 | 2 x 2 | 1 seed, "
+            "commit aaaaaaaaaa, one GPU |") in lora
     assert sum("not run" in line for line in lora) == 1 and sum("not run" in line for line in full) == 2
 
 

@@ -171,7 +171,8 @@ def draw_runs(folders, theme=LIGHT):
         ax.text(0, 1.03, shown, transform=ax.transAxes, color=theme[2], fontsize=8).set_in_layout(False)
         for steps, colour in zip(runs.values(), itertools.cycle(colours)):
             for key, style in curves:
-                points = [(step, found[key], found.get("eval/stderr", 0)) for step, found in steps.items() if key in found]
+                points = [(step, found[key], found.get("eval/stderr", 0)) for step, found in steps.items()
+                          if found.get(key) is not None]
                 if not points:
                     continue
                 x, y, error = zip(*points)

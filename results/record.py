@@ -81,10 +81,9 @@ def answers(folder, steps):
         if not path.is_file():
             raise Stop(f"{folder} lacks eval/step-{step}.jsonl: n cannot be counted")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for metric, key in (("eval/accuracy", "is_correct"), ("eval/capped", "is_truncated"), ("eval/tokens", "tokens")):
-            counted = sum(line[key] for line in lines) / max(1, len(lines))
-            if abs(counted - found[metric]) > 1e-6 * max(1, counted):
-                raise Stop(f"{path}: {metric} is {counted:.6g} there, but {found[metric]:.6g} in metrics.jsonl")
+        right = sum(line["is_correct"] for line in lines)
+        if abs(right - found["eval/accuracy"] * len(lines)) > 1e-3:
+            raise Stop(f"{path}: {right} of {len(lines)} answers are right there, {found['eval/accuracy']:.2%} in metrics.jsonl")
         if n and (len(lines), {line["id"] for line in lines}) != (n, ids):
             raise Stop(f"{path} has {len(lines)} answers, the evaluation before it {n}, or to other problems")
         n, ids = len(lines), {line["id"] for line in lines}
@@ -130,6 +129,8 @@ def read(folders):
     """The records of one group as dicts: name, config, check, record, steps. Stop where one is incomplete or another run."""
     runs = []
     for folder in sorted(folders, key=lambda f: f.name.lstrip(".")):
+        if missing := [f"{f}.json" for f in ("config", "check", "record") if not (folder / f"{f}.json").is_file()]:
+            raise Stop(f"{folder} is no record: {', '.join(missing)} missing")
         config, check, record = (json.loads((folder / f"{f}.json").read_text()) for f in ("config", "check", "record"))
         runs.append(dict(name=folder.name, config=config, check=check, record=complete(record, folder), steps=metrics(folder)))
         first = runs[0]["config"]

@@ -90,7 +90,7 @@ def summary(data, groups, method):
                     for _, key, _, scale in NUMBERS]
             r = runs[0]["record"]
             rows.append((f"**ours, {name}**", runs[0]["config"]["steps"], *ends, f"{r['problems']} x {r['n'] // r['problems']}",
-                         f"{len(runs)} seeds, commit {r['commit'][:10]}, {r['hardware']}"))
+                         f"{len(runs)} seed{'s' * (len(runs) > 1)}, commit {r['commit'][:10]}, {r['hardware']}"))
         if not found:
             rows.append((f"**ours, {model}**", "not run", *[""] * 6))
     return grid(("AIME-2024, 8,192 tokens", "steps", *(name for _, _, name, _ in NUMBERS), "n x k", "source"), rows)
@@ -158,6 +158,8 @@ def details(data, title, rows, tables, names=()):
 def over_seeds(runs, key, scale, step, base=None):
     """Mean over the runs of a group with its 95 % t-interval; with `base`, of the change since that step."""
     steps = [r["steps"] for r in runs]
+    if None in (s[at][key] for s in steps for at in (step, base) if at is not None):       # accuracy of finished, all cut
+        return "–"
     mean, half = record.interval([scale * (s[step][key] - (s[base][key] if base is not None else 0)) for s in steps])
     return f"{mean:{'+' if base is not None else ''}.1f}" + (f" ± {half:.1f}" if half is not None else "")
 
