@@ -26,13 +26,36 @@ def load(path, columns=COLUMNS):
     if not Path(path).is_file():
         raise Stop(f"no data file {path}")
     try:
-        present = pyarrow.parquet.read_schema(path).names
-        missing = [c for c in columns if c not in present]
+        schema = pyarrow.parquet.read_schema(path)
+        missing = [c for c in columns if c not in schema.names]
         if missing:
-            raise Stop(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(present)}")
+            raise Stop(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(schema.names)}"
+                       + _preparer(path, schema))
         rows = pyarrow.parquet.read_table(path, columns=list(columns)).to_pylist()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-        raise Stop(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        with open(path, "rb") as f:
+            hint = "; JSON lines go through data/prepare_gsm8k.py or data/prepare_aime.py" * (f.read(1) == b"{")
+        raise Stop(f"{path} cannot be read as parquet: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
+    check(path, rows)
+    return rows
+
+
+def _preparer(path, schema):
+    """What to do with a file that is a data set's own, not yet prepared."""
+    names = {name.lower() for name in schema.names}
+    if {"question", "answer"} <= names:
+        script = "prepare_gsm8k.py"
+    elif {"problem", "answer"} <= names or "raw_problem" in str(schema):
+        script = "prepare_aime.py"
+    elif {"prompt", "reward_model"} <= names:
+        script = "prepare_dapo_math.py"
+    else:
+        return ""
+    return f": a published file as it is; prepare it with python data/{script} --from {path}"
+
+
+def check(path, rows):
+    """Stop for rows that cannot be trained on: what `load` promises. `path` is for the sentence."""
     if not rows:
         raise Stop(f"{path} has no rows")
     seen = set()
@@ -49,7 +72,6 @@ def load(path, columns=COLUMNS):
             raise Stop(f"{path}: the prompt of row {i} (id {row.get('id')!r}) is not a list of messages with role and content")
         if "prompt" in row and "prompt_sha256" in row and prompt_sha256(row["prompt"]) != row["prompt_sha256"]:
             raise Stop(f"{path}: the prompt of row {i} (id {row.get('id')!r}) does not have the hash recorded in prompt_sha256")
-    return rows
 
 
 def write(path, rows):
