@@ -16,13 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.cli import Stop, parse, run_main, write_atomic  # noqa: E402
+from common.evaluation import t_quantile  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "records"
 NEEDED = ("command", "commit", "versions", "hardware", "n")
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
-       2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
 @dataclasses.dataclass
@@ -38,10 +36,8 @@ def interval(values):
     mean = sum(values) / len(values)
     if len(values) == 1:
         return mean, None
-    if len(values) > len(T95) + 1:
-        raise Stop(f"{len(values)} values, but t is tabulated for {len(T95) + 1} at most")
     s = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-    return mean, T95[len(values) - 2] * s / len(values) ** 0.5
+    return mean, t_quantile(0.975, len(values) - 1) * s / len(values) ** 0.5
 
 
 def metrics(folder):
