@@ -225,6 +225,7 @@ def test_group_is_one_configuration(finished, tmp_path):
         record.keep(second, "tiny", {}, tmp_path / "records")
     edit(second / "config.json", dtype="float32")
     record.keep(second, "tiny", {}, tmp_path / "records")
+    assert sorted(f.name for f in (tmp_path / "records" / "tiny").iterdir()) == ["a", "b"]
     runs = record.groups(tmp_path / "records")["tiny"]
     assert [r["config"]["seed"] for r in runs] == [0, 1]
     assert table.ours(runs)[2] == "| accuracy, % | 50.0 ± 0.0 | 75.0 ± 0.0 | +25.0 ± 0.0 |"

@@ -108,7 +108,7 @@ def keep(folder, group, by_hand, records=RECORDS):
     target = records / group / folder.name
     if target.exists():
         raise Stop(f"{target} exists: a record is not written over")
-    part = target.with_name(f".{target.name}.{os.getpid()}")
+    part = target.parent / f".{os.getpid()}" / target.name          # appears whole or not at all
     part.mkdir(parents=True)
     try:
         for name in ("metrics.jsonl", "config.json", "check.json"):
@@ -117,14 +117,14 @@ def keep(folder, group, by_hand, records=RECORDS):
         read([part, *(other for other in target.parent.glob("[!.]*"))])
         os.rename(part, target)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(part.parent, ignore_errors=True)
     return target
 
 
 def read(folders):
     """The records of one group as dicts: name, config, check, record, steps. Stop where one is incomplete or another run."""
     runs = []
-    for folder in sorted(folders, key=lambda f: f.name.lstrip(".")):
+    for folder in sorted(folders, key=lambda f: f.name):
         if missing := [f"{f}.json" for f in ("config", "check", "record") if not (folder / f"{f}.json").is_file()]:
             raise Stop(f"{folder} is no record: {', '.join(missing)} missing")
         config, check, record = (json.loads((folder / f"{f}.json").read_text()) for f in ("config", "check", "record"))
