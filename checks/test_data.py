@@ -430,6 +430,8 @@ def test_what_counts_as_the_same_problem(years):
         assert letters(text) == letters(problem) == letters(BEFORE + text + AFTER)
     for text in (r"Let $\alpha \le \tfrac{1}{2}$, \begin{array}{c}x\end{array}", "let \u03b1 \u2264 1/2 {C} X"):
         assert letters(text) == "let12cx"
+    drawn = "[asy]\nlabel(\"$A$\", (0,0));\n[/asy] ![a figure](https://example.org/a.png) https://example.org/b.png\n"
+    assert letters(f"Let {drawn} A be 1.") == letters("Let $A$ be 1.") == "letabe1"
     assert letters("\u5df2\u77e5 $z=\\cos \\frac{2}{7} \\pi$") == "\u5df2\u77e5z27"
     problems = {"a": prepare_dapo_math.pieces(problem)}
     shares = [share for _, share in prepare_dapo_math.overlaps(problems, [problem, not_recognised(problem), "short", ""])]
