@@ -6,7 +6,7 @@ python data/prepare_aime.py --year 2025
 
 Read are the columns of BytedTsinghua-SIA/AIME-2024 (extra_info.raw_problem, reward_model.ground_truth), those of
 HuggingFaceH4/aime_2024 and MathArena/aime_2025 (problem, answer), of Maxwell-Jia/AIME_2024 (Problem, Answer), of
-opencompass/AIME2025 (question, answer), and slime's (prompt, label). Copies of a problem must be identical and are read as one.
+opencompass/AIME2025 (question, answer; its two files joined), and slime's (prompt, label). Copies of a problem must be identical.
 The answers must be the year's. The texts must be those of a known copy, because public copies differ in wording and so do the
 scores: another copy needs --accept.
 """
