@@ -235,7 +235,7 @@ def main():
               "expert_rank": expert_rank, "experts": experts, "unique_tensors": len(unique),
               "unique_bytes": sum(t.nbytes for t in unique.values()), "public_tensors": len(public), "public_bytes": sum(public),
               "slot_bytes": slot_bytes,
-              "versions": cli.versions(), "hardware": torch.cuda.get_device_name() if cuda else "CPU", "command": sys.argv[1:]}
+              "versions": cli.versions()}
     if cuda:
         result["copy_bytes_per_s"] = rate = copy_rate()
         result["floor_s"] = slot_bytes / rate

@@ -111,8 +111,7 @@ def main():
     work = flops(hf, lengths, tokens - sum(n_prompt), cfg.mode)
     parameters = sum(p.numel() for p in rank.model.parameters())
     result = {**dataclasses.asdict(cfg), "tokens": tokens, "sequences": len(lengths), "parameters": parameters,
-              "trainable": sum(p.numel() for _, p in rank.trainable), "tflop": work / 1e12, "versions": cli.versions(),
-              "hardware": torch.cuda.get_device_name() if cuda else "CPU", "command": sys.argv[1:]}
+              "trainable": sum(p.numel() for _, p in rank.trainable), "tflop": work / 1e12, "versions": cli.versions()}
     print(json.dumps({k: v for k, v in result.items() if k != "versions"}), flush=True)
 
     def timed(action):

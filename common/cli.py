@@ -4,6 +4,8 @@ import errno
 import fcntl
 import json
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -181,10 +183,23 @@ class Run:
             self._wandb.finish()
 
 
+def hardware():
+    """The GPUs of this machine ("8 x NVIDIA B200"), or its processor where there is none."""
+    if shutil.which("nvidia-smi"):
+        asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+        names = asked.stdout.split("\n")[:-1] if asked.returncode == 0 else []
+        if names:
+            return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} cores of {cpu}"
+
+
 def versions():
-    """{python, each package, git commit, whether files differ from it}: what else it takes to run this again."""
+    """{command, hardware of this machine, python, each package, git commit, whether files differ from it}: what else it takes to
+    run this again."""
     from importlib import metadata
-    found = {"python": sys.version.split()[0]}
+    found = {"command": shlex.join(["python", *sys.argv]), "hardware": hardware(), "python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -23,7 +23,10 @@ class SamplerEngine:
         from common import hf_config, vllm_cpu
         hf_config.read_config(model)                         # constants that vLLM would silently take from its own defaults
         self.cuda = cuda = torch.cuda.is_available()
-        if not cuda:
+        if cuda:
+            # a forked process cannot use CUDA once its parent has only looked whether there is any
+            os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        else:
             os.environ.update(vllm_cpu.ENV)                  # before vllm is imported
         import vllm
         args = dict(model=str(model), dtype=dtype, seed=seed, tensor_parallel_size=tp, max_model_len=max_model_len,

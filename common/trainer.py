@@ -12,11 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from common import cpu
 
 cpu.install()                                                # before the first megatron import; does nothing where there is CUDA
+# megatron-core compiles small functions of the router at their first use: minutes on a cold machine, and nothing is gained
+torch._dynamo.config.disable = True
 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402

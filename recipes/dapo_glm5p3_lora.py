@@ -51,8 +51,8 @@ class Config:
                                      "gate_proj", "up_proj", "down_proj")
     lora_experts: str = "shared"             # shared: one adapter for all routed experts of a layer; each: one per expert
     # data
-    train_data: str = "data/dapo_math.parquet"   # columns id, prompt (list of {role, content}), answer; 17,398 prompts
-    eval_data: str = "data/aime_2024.parquet"    # 30 problems
+    train_data: str = "data/dapo_math.parquet"   # data/prepare_dapo_math.py: 17,391 prompts, less those of AIME
+    eval_data: str = "data/aime_2024.parquet"    # data/prepare_aime.py: 30 problems
     max_prompt_tokens: int = 2048            # longer prompts are dropped, with a count
     # rollout
     prompts_per_step: int = 128              # P; 128 x 16 = 2,048 answers
@@ -189,7 +189,7 @@ def plan(cfg):
     if not c.rehearse:                                        # the rehearsal makes its own
         must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
         for path in (c.train_data, c.eval_data):
-            must(Path(path).is_file(), f"no data file {path}")
+            must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
     must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
     return report(rows, problems)
@@ -251,32 +251,29 @@ def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p
     rollouts = spread(sampler, "generate", (prompts, seeds), max_tokens, temperature, top_p)
     asked = [row for row in rows for _ in range(samples)]
     texts = [tok.decode(rollout["tokens"], skip_special_tokens=False) for rollout in rollouts]
-    grades = rewards.grade_all(texts, [row["answer"] for row in asked], [row["opens_think"] for row in asked])
-    for rollout, row, text, grade in zip(rollouts, asked, texts, grades):
-        rollout.update(id=row["id"], prompt_tokens=row["prompt_tokens"], text=text, extracted=grade.extracted,
-                       is_correct=grade.correct)
+    grades = rewards.grade_all(texts, [row["answer"] for row in asked], [row["in_think"] for row in asked])
+    for rollout, row, seed, text, grade in zip(rollouts, asked, seeds, texts, grades):
+        rollout.update(prompt_tokens=row["prompt_tokens"], seed=seed, text=text, grade=grade)
     return rollouts
 
 
 def evaluate(run, step, sampler, tok, rows, cfg):
     """avg@k over the held-out problems with the published protocol; every sample goes to eval/step-N.jsonl."""
-    import numpy as np
+    from common import evaluation
     start = time.time()
     rollouts = answer_all(sampler, tok, rows, cfg.eval_samples, f"{cfg.seed} eval", cfg.max_response_tokens, 1.0,
                           cfg.eval_top_p)
-    right, cut = (np.array([r[k] for r in rollouts], dtype=float) for k in ("is_correct", "is_truncated"))
-    lines = [json.dumps({"id": r["id"], "text": r["text"], "tokens": len(r["tokens"]), "is_truncated": r["is_truncated"],
-                         "extracted": r["extracted"], "is_correct": r["is_correct"]}) for r in rollouts]
+    asked = [(row, g) for row in rows for g in range(cfg.eval_samples)]
+    lines = [evaluation.line(row, row["in_think"], g, r["seed"], r["text"], len(r["tokens"]),
+                             "length" if r["is_truncated"] else "stop", r["grade"]) for r, (row, g) in zip(rollouts, asked)]
     (run.folder / "eval").mkdir(exist_ok=True)
-    cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "\n".join(lines) + "\n")
-    p = right.reshape(len(rows), -1).mean(1)
-    found = {"eval/accuracy": right.mean(), "eval/stderr": np.sqrt((p * (1 - p)).sum() / cfg.eval_samples) / len(rows),
-             "eval/capped": cut.mean(), "eval/accuracy_finished": right[cut == 0].mean() if (cut == 0).any() else 0.0,
-             "eval/tokens": float(np.mean([len(r["tokens"]) for r in rollouts])), "time/eval_s": time.time() - start}
-    print(f"eval at step {step}: accuracy {found['eval/accuracy']:.3f} (of finished answers "
-          f"{found['eval/accuracy_finished']:.3f}), at the cap {found['eval/capped']:.3f}, {found['eval/tokens']:.1f} tokens; "
-          f"{len(rows)} problems x {cfg.eval_samples}", flush=True)
-    return found
+    cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    found = evaluation.summary(lines)
+    found["stderr"] = found["stderr_fixed"]                   # were the same problems sampled again
+    keys = [k for k in ("accuracy", "stderr", "capped", "accuracy_finished", "tokens") if found[k] is not None]
+    print(f"eval at step {step}, {len(rows)} problems x {cfg.eval_samples}: "
+          + "  ".join(f"{k} {found[k]:.3f}" for k in keys), flush=True)
+    return {**{f"eval/{k}": found[k] for k in keys}, "time/eval_s": time.time() - start}
 
 
 # -- start and checkpoints -------------------------------------------------------------------------------------------
@@ -343,9 +340,10 @@ def read(path, tok, max_prompt_tokens):
         raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is neither an integer nor an expression "
                        "that math-verify reads")
     for row in rows:
+        row["prompt_sha256"] = dataset.prompt_sha256(row["prompt"])
         row["prompt_tokens"] = dataset.encode(tok, row["prompt"])
         # GLM's template opens the thinking block: an answer must close it to count
-        row["opens_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
+        row["in_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
     kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
     if len(kept) < len(rows):
         print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens: left out")
@@ -430,13 +428,13 @@ def main(check_only=False, doc=__doc__):
         sampler.sleep()
         clock.append(time.time())
 
-        # 2. reward: +1 or -1, less a penalty that grows over the last overlong_buffer tokens before the cap
+        # 2. reward: right or wrong, less a penalty that grows over the last overlong_buffer tokens before the cap
         length_B = np.array([len(r["tokens"]) for r in rollouts])
         is_truncated_B = np.array([r["is_truncated"] for r in rollouts])
-        is_correct_B = np.array([r["is_correct"] for r in rollouts])
+        is_correct_B = np.array([r["grade"].correct for r in rollouts])
         penalty_B = np.array([rewards.soft_length_penalty(n, cfg.max_response_tokens, cfg.overlong_buffer, cfg.overlong_factor)
                               for n in length_B])
-        reward_B = np.where(is_correct_B, 1.0, -1.0) - penalty_B
+        reward_B = np.where(is_correct_B, rewards.RIGHT, rewards.WRONG) - penalty_B
 
         # 3. advantage; a truncated answer is not learned from, because its end is missing, not wrong (DAPO 3.4)
         adv_B = group_advantage(reward_B.reshape(P, G)).reshape(-1)
