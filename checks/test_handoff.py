@@ -301,3 +301,69 @@ def test_vllm_loads_the_exported_folder_as_what_was_trained(trainer, engine, pro
     assert decode.max() <= MAX and prefill.max() <= MAX and decode.mean() <= MEAN, f"{decode.mean():.1e} {prefill.max():.1e}"
     sync.publish(Local(trainer), Local(engine), next_version(engine))              # and the engine goes on
     assert scored(trainer, engine, prompts)[0].max() <= MAX
+
+
+class Scribbles(Local):
+    """Sampler engines whose trainer reuses the buffer as soon as the version is staged."""
+    transport = None
+
+    def each(self, verb, arguments):
+        answers = super().each(verb, arguments)
+        if verb == "stage" and CUDA:
+            self.transport._flat.fill_(7)
+        elif verb == "stage":
+            self.transport._file.write_bytes(b"\7" * self.transport._file.stat().st_size)
+        return answers
+
+
+def test_the_trainer_may_reuse_its_buffer_once_staged(trainer, engine, prompts):
+    set_family(trainer, None)
+    sampler = Scribbles(engine)
+    sampler.transport = trainer.transport
+    sync.publish(Local(trainer), sampler, next_version(engine))        # compares fingerprints read back from the slots
+    decode, prefill, _ = scored(trainer, engine, prompts)
+    assert max(decode.max(), prefill.max()) <= MAX
+
+
+def memory():
+    """Bytes in use: of this process, or on a GPU of all processes there."""
+    if CUDA:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@only_float32
+def test_200_publishes_leave_no_memory_behind(trainer, engine):
+    set_family(trainer, None)
+    for i in range(220):
+        if i == 20:
+            before = memory()
+        told = sync.publish(Local(trainer), Local(engine), next_version(engine))
+    assert memory() - before < 40 * told["bytes"], "a fifth of the bundles"
+    assert not list(sync.SharedMemory.folder.glob(f"policy-{os.getpid()}-*"))
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA IPC needs a GPU")
+def test_a_sender_that_died_is_one_sentence_and_the_next_publish_works(trainer, engine, prompts):
+    import json
+    import subprocess
+    import sys
+    program = """
+import json, sys, torch
+from common import sync
+tensors = {"layers.1.self_attn.o_proj.lora_A": torch.randn(8, 4096, device="cuda").bfloat16(),
+           "layers.1.self_attn.o_proj.lora_B": torch.randn(512, 8, device="cuda").bfloat16()}
+header, flat = sync.pack(tensors, version=int(sys.argv[1]), base=sys.argv[2], rank=8, experts=None)
+print(json.dumps([header.to_json(), sync.CudaIpc().offer(flat)]))
+"""
+    asked = [sys.executable, "-c", program, str(next_version(engine)), engine.base]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    header, ticket = json.loads(found.stdout.splitlines()[-1])
+    with pytest.raises(Stop, match="rank 0: "):
+        engine.stage(header, ticket)
+    set_family(trainer, None)
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    decode, prefill, _ = scored(trainer, engine, prompts)
+    assert max(decode.max(), prefill.max()) <= MAX

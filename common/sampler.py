@@ -13,7 +13,9 @@ from common.sync import Header, base_fingerprint, node_name
 
 
 class SamplerEngine:
-    """One vLLM engine with a policy version. Requests always use the version committed last; version 0 is the base model."""
+    """One vLLM engine with a policy version. Requests always use the version committed last; version 0 is the base model. Its
+    actor takes one call at a time, so a publish waits until every answer of a running `generate` is complete, and no answer
+    has tokens of two versions."""
 
     def __init__(self, model, *, dtype="float32", tp=1, max_model_len, max_num_seqs, max_num_batched_tokens=None, lora_rank=0,
                  gpu_memory_utilization=0.8, seed=0, vllm_args=None):
