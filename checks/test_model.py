@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checks import parallel_worker as worker
 from checks import tiny
-from common import glm5p3, logprobs, weights
+from common import attention, glm5p3, logprobs, weights
 from common.cli import Stop
 
 LENGTHS = [40, 7, 30, 16, 17, 33, 7, 2]          # one packed row; SPARSE has index_topk 16
@@ -31,8 +31,11 @@ def packed_logprobs(built, seqs):
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][worker.inside(psp)]
 
 
-@pytest.mark.parametrize("name", ["dense", "sparse", "eps", "alldense"])
-def test_packed_logprobs_equal_transformers(folders, name):
+@pytest.mark.parametrize("name, at_once", [("dense", 0), ("sparse", attention.SCORES), ("sparse", 5000), ("eps", 0),
+                                           ("alldense", 0)])
+def test_packed_logprobs_equal_transformers(folders, name, at_once, monkeypatch):
+    """at_once: index scores; 5,000 of them make blocks of a few queries."""
+    monkeypatch.setattr(attention, "SCORES", at_once)
     _, built = worker.model(folders / name)
     seqs = tiny.sequences(LENGTHS)
     with torch.no_grad():

