@@ -334,7 +334,6 @@ def memory():
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@only_float32
 def test_200_publishes_leave_no_memory_behind(trainer, engine):
     set_family(trainer, None)
     for i in range(220):
