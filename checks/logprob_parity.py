@@ -32,7 +32,9 @@ from common.sampler import spread  # noqa: E402
 # report uses (the real model shows 0.02-0.03 and at most 0.5). float32: measured 1e-6, with room for a top-k that flips
 # on a tie.
 TOLERANCE = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 2.0)}
-REPEAT = {"float32": 1e-4, "bfloat16": 0.02}    # the same engine asked twice; batches differ in shape, kernels in summation order
+# The same engine asked twice: batches differ in shape, kernels in the order of sums. bfloat16: 0.024 seen on an H200 for a
+# prompt of 2,600 tokens, once in three chunks and once from the prefix cache.
+REPEAT = {"float32": 1e-4, "bfloat16": 0.1}
 # The change must move the trainer by this many tolerances, so that step 3 leaves no doubt; little in bf16, where a
 # larger adapter amplifies rounding.
 STALE_FACTOR = {"float32": 10, "bfloat16": 3}

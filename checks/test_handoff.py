@@ -108,8 +108,11 @@ def test_published_equals_trainer(trainer, engine, prompts, family):
 
 
 def check(trainer, engine, prompts):
-    return logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16,
-                                     version=engine.version, say=lambda *_: None)
+    try:
+        return logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16,
+                                         version=engine.version, say=lambda *_: None)
+    finally:
+        trainer.onload()                                             # the check leaves the GPU to the sampler
 
 
 def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine, prompts):

@@ -2,11 +2,15 @@
 straight, killed, resumed."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from common import evaluation
+from results import record
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "dapo_glm5p3_lora.py"
@@ -161,7 +165,20 @@ def test_a_run_leaves_what_its_user_expects(straight):
     found = metrics(cwd, "straight")
     assert sorted(found) == [0, 1, 2, 3, 4] and found[4]["mismatch/mean"] < 1e-5
     assert "eval/accuracy" in found[4] and "eval/accuracy" in found[0]
-    assert not list(Path("/dev/shm").glob("policy-*"))
+    assert not list(Path("/dev/shm").glob("policy-*")) and not list(folder.glob("rendezvous-*"))
+    said = evaluation.summary(evaluation.read(folder / "eval" / "step-4.jsonl"))
+    assert said["samples"] == 2 and all(found[4][f"eval/{k}"] == said[k] for k in ("accuracy", "capped", "tokens"))
+
+
+def test_a_run_can_be_recorded(straight, tmp_path):
+    cwd, _ = straight
+    folder = tmp_path / "straight"
+    shutil.copytree(cwd / "runs" / "straight", folder, ignore=shutil.ignore_patterns("checkpoints", "adapter"))
+    versions = json.loads((folder / "versions.json").read_text())
+    (folder / "versions.json").write_text(json.dumps({**versions, "commit": "0" * 40, "dirty": False}))     # also before a commit
+    kept = record.read([record.keep(folder, "group", {}, records=tmp_path / "records")])[0]["record"]
+    assert kept["n"] == 320 and kept["problems"] == 160 and not kept["by_hand"]
+    assert kept["command"].endswith("--name straight") and "cores" in kept["hardware"] and kept["recipe"] == RECIPE.stem
 
 
 def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same_curve(straight):
@@ -172,6 +189,7 @@ def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same
     code, _, err = run(cwd=cwd, script=script)
     assert code == 1 and "sampler engine 1 died during commit" in one_sentence(err)
     assert sorted(metrics(cwd, "killed")) == [0, 1, 2] and os.listdir(cwd / "runs" / "killed" / "checkpoints") == ["step-2"]
+    assert len(list((cwd / "runs" / "killed").glob("rendezvous-*"))) == 1, "NCCL reads it for every new group of ranks"
     code, out, err = run(*SMALL, "--name", "killed", "--resume", cwd=cwd)
     assert code == 0 and "resumed from runs/killed/checkpoints/step-2" in out and "five-step check: passed" in out, err[-2000:]
     a, b = metrics(cwd, "straight"), metrics(cwd, "killed")
@@ -179,7 +197,7 @@ def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same
     for step in range(5):
         assert {k: a[step].get(k) for k in same} == {k: b[step].get(k) for k in same}, f"step {step}"
     one, other = (cwd / "runs" / name / "adapter" / "adapter_model.safetensors" for name in ("straight", "killed"))
-    assert one.read_bytes() == other.read_bytes()
+    assert one.read_bytes() == other.read_bytes() and not list((cwd / "runs" / "killed").glob("rendezvous-*"))
 
 
 def test_a_finished_or_changed_run_is_not_resumed_blindly(straight):

@@ -27,7 +27,7 @@ class SamplerEngine:
         self.cuda = cuda = torch.cuda.is_available()
         if cuda:
             # a forked process cannot use CUDA once its parent has only looked whether there is any
-            os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         else:
             os.environ.update(vllm_cpu.ENV)                  # before vllm is imported
         import vllm

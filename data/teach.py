@@ -46,7 +46,6 @@ def _teach(part, gpus, dtype, ranks, settings):
         weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)],
         gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
-    (part / "rendezvous").unlink()
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
         n = sum(map(len, tokens)) - sum(n_prompt)
@@ -57,5 +56,6 @@ def _teach(part, gpus, dtype, ranks, settings):
             print(f"teaching {step + 1}/{steps}: {found['loss']:.3f} nats a token, {time.time() - started:.0f} s", flush=True)
     trainer.save_model(str(part / "model"))
     trainer.stop()
+    (part / "rendezvous").unlink(missing_ok=True)             # not before: NCCL reads it again for every new group of ranks
     cluster.release(place)
     shutil.rmtree(part / "start")

@@ -297,10 +297,10 @@ def start(cfg, run):
         gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
-    # on one machine the ranks meet in a file, so that nothing listens on the network
+    # on one machine the ranks meet in a file, so that nothing listens on the network; it stays, because NCCL reads it again
+    # whenever a group of ranks talks for the first time
     meeting = (run.folder / f"rendezvous-{uuid.uuid4().hex}").absolute()
     trainer.ready().load(trainer.address()[0] if cfg.nodes > 1 else str(meeting))
-    meeting.unlink(missing_ok=True)
     trainer.offload()
     sampler.wake()
     return trainer, sampler
@@ -489,6 +489,8 @@ def main(check_only=False, doc=__doc__):
             run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
 
     trainer.export(str(run.folder.absolute()))
+    for old in run.folder.glob("rendezvous-*"):               # and those of starts that were killed
+        old.unlink()
     run.finish({"steps": cfg.steps, "version": version})
     print(f"done: {run.folder} has metrics.jsonl, the evaluations in eval/, and the adapter for peft and vLLM in adapter/")
     return 0
