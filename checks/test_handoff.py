@@ -171,8 +171,13 @@ def stale_a(tensors, first={}):                                     # noqa: B006
 
 
 @only_float32
-@pytest.mark.parametrize("fault", [dropped, dropped_family, scaled, swapped, gate_is_up, one_layer_stale, stale_a])
-def test_five_steps_catch_what_the_checksums_cannot_know(trainer, engine, prompts, monkeypatch, fault):
+@pytest.mark.parametrize("fault, where", [
+    (dropped, None), (scaled, "every family part"), (stale_a, None),
+    (dropped_family, "alone, self_attn.q_b_proj parts; layer by layer the first that does is 0"),
+    (swapped, "mlp.experts.down_proj, mlp.experts.gate_proj, mlp.experts.up_proj part; layer by layer the first that does is 1"),
+    (gate_is_up, "gate_proj, mlp.shared_experts.up_proj, mlp.up_proj part; layer by layer the first that does is 0"),
+    (one_layer_stale, "layer by layer the first that does is 3 of 4")])
+def test_five_steps_catch_what_the_checksums_cannot_know(trainer, engine, prompts, monkeypatch, fault, where):
     if fault is swapped and trainer.lora["experts"] != "each":
         pytest.skip("all experts of a layer share one adapter: there is nothing to swap")
     set_family(trainer, [])                 # as at the start of a run: every fault is invisible in step 1
@@ -183,6 +188,25 @@ def test_five_steps_catch_what_the_checksums_cannot_know(trainer, engine, prompt
         return
     report = check(trainer, engine, prompts)
     assert not report["passed"] and "step 5" in report["why"][0], report["why"]
+    assert where is None or where in report["where"][1], report["where"]
+    looks = "it looks like a wrong scale" if fault is scaled else "a part is lost or exchanged"
+    assert looks in report["where"][0], report["where"]
+    assert len(report["worst"]) == 10 and report["version"] == engine.version
+
+
+@only_float32
+def test_a_wrong_layer_of_the_base_model_is_named(trainer, engine, prompts):
+    """Step 1 fails: the sampler's third layer has another norm."""
+    set_family(trainer, [])
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    weight = worker.model_runner.model.model.layers[2].post_attention_layernorm.weight
+    weight.data.mul_(1.01)
+    try:
+        report = check(trainer, engine, prompts)
+    finally:
+        weight.data.div_(1.01)
+    assert not report["passed"] and "step 1" in report["why"][0], report["why"]
+    assert "the hidden states part after layer 2 of 4: relative difference" in report["where"][0], report["where"]
 
 
 @only_float32

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from checks import localise
 from checks.local import Local
 from checks.logprob_parity import five_steps
 from common import sync
@@ -46,9 +47,15 @@ class World:
         answers = [np.random.default_rng(s).integers(0, 100, max_tokens) for s in seeds]
         return [{"tokens": a, "logp": self.logp([a], [0], self.served)[0]} for a in answers]
 
-    def perturb(self, std, seed):
+    def perturb(self, std, seed, only=None):
         self.kept = self.w if self.kept is None else self.kept
         self.w += std
+
+    def adapted(self):
+        return ["layers.0.self_attn.o_proj"]
+
+    def trace(self, tokens):
+        return {0: [[1.0]] * len(tokens)}
 
     def restore_adapter(self):
         self.w, self.kept = self.kept + self.faults.get("not_restored", 0.0), None
@@ -66,7 +73,7 @@ def run(monkeypatch, dtype="float32", **faults):
         return {"version": version, "fingerprint": f"{world.served}", "bytes": 1, "tensors": 1, "ranks": 1}
     monkeypatch.setattr(sync, "publish", publish)
     report = five_steps(Local(world), Local(world), [[1, 2], [3]], dtype=dtype, max_tokens=20, version=0, say=said.append)
-    assert len(said) == 2 and world.awake == "sampler"
+    assert said[-1].startswith("five-step check: ") and world.awake == "sampler"
     return report
 
 
@@ -82,3 +89,23 @@ def test_a_right_hand_off_passes(monkeypatch, dtype):
 def test_a_wrong_one_fails_and_says_where(monkeypatch, dtype, faults, step):
     report = run(monkeypatch, dtype, **faults)
     assert not report["passed"] and any(step in why for why in report["why"]), report["why"]
+    assert len(report["worst"]) == (10 if step != "step 6" else 0) and not any("could not" in w for w in report["where"]), report
+
+
+@pytest.mark.parametrize("change, looks", [
+    (lambda d, g: 0 * d, "did not move at all"), (lambda d, g: 2 * d, "2.00 times as far"), (lambda d, g: d / 8, "a wrong scale"),
+    (lambda d, g: d * (1 + 0.01 * g), "rounding, or few tokens"), (lambda d, g: d * (g > 0), "a part is lost or exchanged"),
+    (lambda d, g: np.abs(d).mean() * g, "a part is lost or exchanged")])
+def test_the_kind_of_error(change, looks):
+    g = np.random.default_rng(0)
+    mine = g.standard_normal(200)
+    assert looks in localise.nature([change(mine, g.standard_normal(200))], [mine])
+
+
+def test_the_worst_tokens_come_first_with_what_stood_before_them():
+    mine = [np.array([-1.0, -2.0]), np.array([-1.0, -1.0, np.nan])]
+    theirs = [np.array([-1.0, -2.5]), np.array([-1.1, -1.0, -1.0])]
+    batch = {"tokens": [[5, 6, 7], [8, 9, 10, 11]], "n_prompt": [1, 1]}
+    found = localise.worst(mine, theirs, batch, n=3)
+    assert [(w["sequence"], w["position"], w["token"]) for w in found] == [(1, 2, 11), (0, 1, 7), (1, 0, 9)]
+    assert found[1]["before"] == [5, 6] and (found[1]["first"], found[1]["second"]) == (-2.0, -2.5)

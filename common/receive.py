@@ -11,6 +11,7 @@ import functools
 from common.checksum import checksums, part_sums
 from common.cli import Stop
 from common.sync import Header, combine, take, unpack
+from common.trace import Trace
 
 TESTED_VLLM = "0.32.0"                      # the slot layout below is internal to vLLM
 SILENT = {"mlp.gate": "vLLM accepts a router adapter and never applies it"}
@@ -27,7 +28,7 @@ def answered(method):
 
 
 class Receiver:
-    """Verbs for collective_rpc: adapter_stage, adapter_commit, adapter_abort."""
+    """Verbs for collective_rpc: adapter_stage, adapter_commit, adapter_abort, trace_start, trace_stop."""
 
     @answered
     def adapter_stage(self, header, ticket, base):
@@ -89,6 +90,17 @@ class Receiver:
         if self.__dict__.get("adapter_staged", (None,))[0] == version:
             del self.adapter_staged
         return {"versions": sorted(self.__dict__.get("adapter_versions", {}))}
+
+    @answered
+    def trace_start(self):
+        """Watch the layers: `trace_stop` answers {layer: projections of the residual stream after it}."""
+        layers = {i: layer for i, layer in enumerate(self.model_runner.model.model.layers) if hasattr(layer, "self_attn")}
+        self.tracing = Trace(layers, lambda output: output[0] + output[1])               # output and residual are added later
+        return {}
+
+    @answered
+    def trace_stop(self):
+        return {"layers": self.__dict__.pop("tracing").stop()}
 
     def _free_slot(self, adapters):
         """A slot that no version holds, or the oldest version's; never the newest one's, which is being served."""

@@ -81,6 +81,17 @@ class SamplerEngine:
         return [np.asarray([o.prompt_logprobs[i][int(t[i])].logprob for i in range(n, len(t))], dtype=np.float32)
                 for o, t, n in zip(out, tokens, n_prompt)]
 
+    def trace(self, tokens):
+        """{layer: (len(tokens), trace.WIDTH) lists}: projections of what each layer hands on for these tokens."""
+        from vllm import SamplingParams
+        self.llm.reset_prefix_cache()                        # a cached token would run through no layer
+        self._rpc("trace_start")
+        try:
+            self._ask([tokens], [SamplingParams(max_tokens=1, detokenize=False)])
+        finally:
+            found = self._rpc("trace_stop")[0]["layers"]
+        return {int(layer): states[:len(tokens)] for layer, states in found.items()}
+
     def _ask(self, prompts, params):
         if self.broken:
             raise Stop(f"this sampler stopped serving: {self.broken}")

@@ -25,6 +25,7 @@ from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from common import checkpoint, glm5p3, logprobs, lora, sync, weights  # noqa: E402
@@ -33,6 +34,7 @@ from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
 from common.cpu import device  # noqa: E402
 from common.packing import pack  # noqa: E402
+from common.trace import Trace  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -129,6 +131,19 @@ class TrainerRank:
         self.ddp.train()
         return found if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0 else []
 
+    def trace(self, tokens):
+        """{layer: (len(tokens), trace.WIDTH) lists} of this rank's layers: projections of what each hands on."""
+        def stream(output):
+            state = output[0] if isinstance(output, tuple) else output
+            return (gather_from_sequence_parallel_region(state) if self.cfg.sequence_parallel else state).flatten(0, 1)
+        watch = Trace({layer.layer_number - 1: layer for layer in self.model.decoder.layers}, stream)
+        copies = mpu.get_data_parallel_world_size()               # every data-parallel rank wants a sequence
+        try:
+            self.logprobs({"tokens": [np.asarray(tokens)] * copies, "n_prompt": [1] * copies})
+        finally:
+            found = watch.stop()
+        return {layer: states[:len(tokens)] for layer, states in found.items()}
+
     def update(self, batch, policy_loss, lr=None):
         """One optimizer step on a mini-batch. `policy_loss(logp, entropy, fields) -> (loss, metrics)` sums over its
         tokens: logp, entropy and every field are (N,), loss and each metric are scalars, and the trainer adds them up
@@ -218,12 +233,17 @@ class TrainerRank:
         tensors = lora.export(self.model, self.cfg, self.dtype)
         return sync.combine(zip(tensors, checksums(list(tensors.values())))) if tensors else None
 
-    def perturb(self, std, seed=0):
-        """Add noise to the adapter, the same on every split of the model (seeded by parameter name). `restore_adapter`
-        takes it back."""
+    def adapted(self):
+        """Paths of this rank's adapted modules: layers.5.mlp.experts.gate_proj, ..."""
+        return sorted({key.rpartition(".")[0] for key, _ in lora.named(self.model, self.cfg)})
+
+    def perturb(self, std, seed=0, only=None):
+        """Add noise to the adapter, the same on every split of the model (seeded by parameter name); only to modules whose
+        path (layers.5.mlp.experts.gate_proj) matches the regular expression `only`, if given. `restore_adapter` takes it
+        back."""
         if getattr(self, "before", None) is None:
             self.before = [p.detach().clone() for _, p in self.trainable]
-        lora.perturb(self.model, self.cfg, std, seed)
+        lora.perturb(self.model, self.cfg, std, seed, only)
 
     def restore_adapter(self):
         """Undo `perturb`, bit for bit."""

@@ -405,7 +405,7 @@ def main(check_only=False, doc=__doc__):
         print(f"resumed from {newest}")
     if cfg.check or check_only:
         report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:max(8, cfg.engines)]], dtype=cfg.dtype,
-                            max_tokens=min(128, cfg.max_response_tokens), version=version, seed=cfg.seed)
+                            max_tokens=min(128, cfg.max_response_tokens), version=version, seed=cfg.seed, decode_text=tok.decode)
         run.write_json("check.json", report)
         if check_only or not report["passed"]:
             return 0 if report["passed"] else 1
