@@ -70,7 +70,7 @@ def adapter(parts, paths, std):
     guilty = [f for f in families if parts.disagree(std, rf"layers\.\d+\.{re.escape(f)}")]
     if not guilty and not parts.disagree(std):
         return "changed and published once more the two agree, all at once and family by family"
-    low, high = 0, len(layers)                               # with the first `low` layers changed they agree, with `high` they part
+    low, high = 0, len(layers)                               # with `low` layers changed they agree, with `high` they part
     while high - low > 1:
         middle = (low + high) // 2
         first = "|".join(map(str, layers[:middle]))
