@@ -66,7 +66,7 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     def row(step, what, mine, theirs, ok=None, note="", of=None):
         signed = np.concatenate(mine) - np.concatenate(theirs)
         d = np.abs(signed)
-        good = bool(np.isfinite(d).all()) and (ok(d) if ok else bool(d.mean() <= mean_limit and d.max() <= max_limit))
+        good = bool(np.isfinite(d).all() and (ok(d) if ok else d.mean() <= mean_limit and d.max() <= max_limit))
         sequence = max(float(np.abs(a - b).mean()) for a, b in zip(mine, theirs))
         rows.append(dict(step=step, what=what, mean=float(d.mean()), p99=float(np.quantile(d, 0.99)), max=float(d.max()),
                          bias=float(signed.mean()), worst_sequence=sequence, n=d.size, ok=good, note=note))

@@ -75,3 +75,13 @@ def test_seeds_differ_between_steps_prompts_and_answers():
     seeds = {recipe.seed_of(f"0 {step}", str(i), g) for step in range(1, 21) for i in range(128) for g in range(16)}
     assert len(seeds) > 20 * 128 * 16 - 8 and max(seeds) < 2**32, "as rare as chance"
     assert recipe.seed_of("0 1", "7", 2) == 228700756
+
+
+def test_mismatch_by_hand():
+    old, rollout = [np.array([-1.0, -2.0]), np.array([-3.0])], [np.array([-1.0, -1.9]), np.array([-3.3])]
+    found = recipe.mismatch(old, rollout)
+    assert found["mean"] == pytest.approx(0.4 / 3) and found["max"] == pytest.approx(0.3)
+    assert found["worst_answer"] == pytest.approx(0.3)
+    k3 = (0 + math.exp(-0.1) - 1 + 0.1 + math.exp(0.3) - 1 - 0.3) / 3
+    assert found["k3"] == pytest.approx(k3)
+    assert recipe.mismatch([np.float32([-1e-7])], [np.float32([0])])["k3"] == pytest.approx(5e-15, rel=1e-2), "no cancellation"

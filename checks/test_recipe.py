@@ -200,6 +200,30 @@ def test_a_sampler_killed_in_mid_publish_stops_the_run_and_resume_gives_the_same
     assert one.read_bytes() == other.read_bytes() and not list((cwd / "runs" / "killed").glob("rendezvous-*"))
 
 
+DRIFT = """
+import sys
+sys.path.insert(0, {root!r})
+from common import cli
+from recipes import dapo_glm5p3_lora as recipe
+sys.argv = [{recipe!r}, *{args!r}]
+real, found = recipe.mismatch, iter([1e-4, 0.0, 1e-4, 2e-4, 5e-4])
+recipe.mismatch = lambda *logp: {{**real(*logp), "mean": next(found)}}     # the copies drift apart after step 2
+cli.run_main(recipe.main)
+"""
+
+
+def test_a_run_whose_copies_drift_apart_saves_and_stops(tmp_path):
+    """Not by one step above the band, but by three in a row; then --resume goes on from there."""
+    script = tmp_path / "drift.py"
+    args = [*SMALL, "--steps", "6", "--save-every", "6", "--name", "drifting"]
+    script.write_text(DRIFT.format(root=str(ROOT), recipe=str(RECIPE), args=args))
+    code, _, err = run(cwd=tmp_path, script=script)
+    assert code == 1 and "drift apart: mismatch/mean was 0.0001, 0.0002, 0.0005 in the last 3 steps" in one_sentence(err)
+    assert os.listdir(tmp_path / "runs" / "drifting" / "checkpoints") == ["step-5"]
+    code, out, err = run(*args, "--resume", cwd=tmp_path)
+    assert code == 0 and "resumed from runs/drifting/checkpoints/step-5" in out, err[-2000:]
+
+
 def test_a_finished_or_changed_run_is_not_resumed_blindly(straight):
     cwd, _ = straight
     code, out, err = run(*SMALL, "--name", "straight", cwd=cwd)

@@ -65,6 +65,7 @@ class Config:
     dual_clip: float = 10.0                  # arXiv 1912.09729
     is_cap: float = 2.0                      # truncated importance sampling
     max_mismatch: float = 0.2                # mean |logp_old - logp_rollout| of a step above which the run stops; 0.03 is usual
+    drift_steps: int = 3                     # it also stops after so many steps in a row above 4 x what the check measured
     overlong_buffer: int = 4096              # tokens before the cap over which the penalty grows
     overlong_factor: float = 1.0             # to this
     # optimiser
@@ -176,7 +177,7 @@ def plan(cfg):
          "lora_targets has kv_b_proj, which vLLM 0.32 on a GPU ignores while decoding: leave it out")
     must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
-    for name in ("lr", "lora_alpha", "max_mismatch", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
+    for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
                  "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
@@ -232,6 +233,17 @@ def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
                        "tis_capped": (weight * (tis >= is_cap)).sum(), "kl_old": (weight * (ratio - 1 - ratio.log())).sum()}
         return loss, metrics
     return policy_loss
+
+
+def mismatch(logp_old, logp_rollout):
+    """How far the two copies are apart on a step's answers (lists of arrays, one per answer), in nats: mean and largest |d| with
+    d = logp_old - logp_rollout, the largest mean |d| of one answer, and k3 = mean(exp(d) - 1 - d), an estimate of
+    KL(sampler || trainer) that is never negative (http://joschu.net/blog/kl-approx.html)."""
+    import numpy as np
+    gaps = [a.astype(np.float64) - b for a, b in zip(logp_old, logp_rollout)]
+    d = np.concatenate(gaps)
+    return {"mean": np.abs(d).mean(), "max": np.abs(d).max(), "worst_answer": max(np.abs(g).mean() for g in gaps),
+            "k3": (np.expm1(d) - d).mean()}
 
 
 # -- sampling and grading --------------------------------------------------------------------------------------------
@@ -410,13 +422,16 @@ def main(check_only=False, doc=__doc__):
         if check_only or not report["passed"]:
             return 0 if report["passed"] else 1
         version = report["version"]
+        band = max(report["tolerance"][0], 4 * max(r["mean"] for r in report["rows"] if r["what"].startswith("agree")))
     else:
+        band = cfg.max_mismatch
         version += 1
         sync.publish(trainer, sampler, version)
     done = first - 1                                          # an evaluation that the run before a resume did not get to
     if done % cfg.eval_every == 0 and not (run.folder / "eval" / f"step-{done}.jsonl").exists():
         run.log(done, evaluate(run, done, sampler, tok, eval_rows, cfg))
 
+    drift = []                                                # mismatches of the last steps in a row that were above the band
     P, G, mini = cfg.prompts_per_step, cfg.group_size, cfg.prompts_per_step // cfg.updates_per_step * cfg.group_size
     for step in range(first, cfg.steps + 1):
         clock = [time.time()]
@@ -446,10 +461,11 @@ def main(check_only=False, doc=__doc__):
         trainer.onload()
         logp_rollout = [r["logp"] for r in rollouts]
         logp_old = merge(trainer.logprobs(batch), P * G)
-        gap = np.abs(np.concatenate(logp_old) - np.concatenate(logp_rollout))
-        if not gap.mean() <= cfg.max_mismatch:
-            raise cli.Stop(f"step {step}: the log-probabilities of sampler and trainer differ by {gap.mean():.3g} on average, "
+        gap = mismatch(logp_old, logp_rollout)
+        if not gap["mean"] <= cfg.max_mismatch:
+            raise cli.Stop(f"step {step}: the log-probabilities of sampler and trainer differ by {gap['mean']:.3g} on average, "
                            f"more than max_mismatch {cfg.max_mismatch}: they are no longer one policy, nothing was learned")
+        drift = [*drift, gap["mean"]] if gap["mean"] > band else []
         batch |= {"adv": adv_B, "logp_old": logp_old, "logp_rollout": logp_rollout}
         clock.append(time.time())
 
@@ -476,15 +492,21 @@ def main(check_only=False, doc=__doc__):
         metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(),
                    "rollout/capped": is_truncated_B.mean(), "rollout/tokens": length_B.mean(),
                    "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
-                   "mismatch/mean": gap.mean(), "mismatch/max": gap.max(), "policy/version": version,
+                   **{f"mismatch/{k}": v for k, v in gap.items()}, "policy/version": version,
                    **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
                    **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
         run.log(step, metrics)
         run.line(step, reward=metrics["reward/mean"], accuracy=metrics["reward/accuracy"], capped=metrics["rollout/capped"],
-                 tokens=metrics["rollout/tokens"], gap=float(metrics["mismatch/mean"]), clip=metrics.get("policy/clip", 0.0),
+                 tokens=metrics["rollout/tokens"], gap=float(gap["mean"]), clip=metrics.get("policy/clip", 0.0),
                  entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
-        if step % cfg.save_every == 0 or step == cfg.steps:
+        drifted = len(drift) >= cfg.drift_steps
+        if step % cfg.save_every == 0 or step == cfg.steps or drifted:
             save(run, trainer, step, version, cfg.keep)
+        if drifted:
+            raise cli.Stop(f"sampler and trainer drift apart: mismatch/mean was {', '.join(f'{g:.2g}' for g in drift)} in the "
+                           f"last {len(drift)} steps, above {band:.2g}, 4 times what the check measured. Step {step} is saved: "
+                           "--resume repeats the check, which says where they part; mismatch/worst_answer says whether few "
+                           "answers are far off or all a little")
         if step % cfg.eval_every == 0 or step == cfg.steps:
             run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
 
