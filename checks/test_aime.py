@@ -75,7 +75,7 @@ def lora(model, tmp_path_factory):
 # ---------------------------------------------------------------- before anything starts
 
 def test_help_and_plan_need_no_torch(tmp_path, model, problems, lora):
-    args = ["x", "--plan", "--cpu", "--model", str(model), "--data", str(problems), "--adapter", str(lora)]
+    args = ["x", "--plan", "--cpu", "--max-tokens", "2048", "--model", str(model), "--data", str(problems), "--adapter", str(lora)]
     code = f"import sys; sys.argv = {args}\n" \
            f"sys.path.insert(0, {str(ROOT)!r})\nfrom eval import aime\nassert aime.main() == 0\n" \
            "assert not {'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)"
@@ -83,14 +83,15 @@ def test_help_and_plan_need_no_torch(tmp_path, model, problems, lora):
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert time.perf_counter() - began < 10 and out.splitlines()[-1] == "plan: OK" and not list(tmp_path.iterdir())
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert f"samples 30 x 32 = 960, at most {960 * 8192:,} tokens" in lines and f"adapter {lora}, rank at most 8" in lines
-    assert "sampling temperature 1, top_p 0.7, at most 8,192 tokens, seed 0" in lines
+    assert f"samples 30 x 32 = 960, at most {960 * 2048:,} tokens" in lines and f"adapter {lora}, rank at most 8" in lines
+    assert "sampling temperature 1, top_p 0.7, at most 2,048 tokens, seed 0" in lines
     code, out, _ = run("--help", cwd=tmp_path)
     assert code == 0 and "--samples 32" in out and "avg@12 in the full fine-tune and Flash runs" in out
 
 
 @pytest.mark.parametrize("args, sentence", [
     (["--engines", "99"], "99 x 8 GPUs are needed, RAY_ADDRESS names no cluster, and this machine has "),
+    (["--model", "tiny"], "max_tokens is 8,192, but tiny has 512 positions for prompt and answer together"),
     ([], "no model folder zai-org/GLM-5.3-BF16"), ([], "no data file data/aime_2024.parquet"),
     (["--samples", "0"], "samples is 0, but must be at least 1"), (["--top-p", "0"], "top_p is 0.0, but must be"),
     (["--temperature", "-1"], "temperature is -1.0"), (["--dtype", "int8"], "dtype is 'int8'"),
@@ -98,7 +99,10 @@ def test_help_and_plan_need_no_torch(tmp_path, model, problems, lora):
     (["--nodes", "0"], "nodes is 0"), (["--cpu", "--tp", "2"], "tp is 2 on 1 nodes: without a GPU only 1 on 1"),
     (["--cpu", "--kv-cache-dtype", "fp8"], "kv_cache_dtype is 'fp8'"),
     (["--gpu-memory-utilization", "90"], "gpu_memory_utilization is 90.0, not between 0 and 1")])
-def test_plan_names_every_problem(args, sentence, capsys, monkeypatch):
+def test_plan_names_every_problem(args, sentence, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)                              # where no data has been prepared
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"max_position_embeddings": 512}')
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     found = aime.plan(aime.cli.parse(aime.Config, aime.PRESETS, "", [*args, "--plan"]))
     assert any(problem.startswith(sentence) for problem in found)

@@ -41,6 +41,15 @@ def test_bad_data_is_one_sentence(tmp_path, rows, columns, sentence):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_file_of_ones_own_needs_three_columns(tmp_path):
+    import pyarrow.parquet
+    dataset.write(tmp_path / "full.parquet", [row(0)])
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(tmp_path / "full.parquet", columns=["id", "prompt", "answer"]),
+                                tmp_path / "own.parquet")
+    full, own = dataset.load(tmp_path / "full.parquet")[0], dataset.load(tmp_path / "own.parquet")[0]
+    assert own == {**full, "source": "own.parquet"}
+
+
 def test_missing_or_foreign_file(tmp_path):
     with pytest.raises(Stop, match="no data file"):
         dataset.load(tmp_path / "none.parquet")

@@ -57,7 +57,7 @@ def test_defaults_and_forms():
 @dataclass
 class Words:
     from_: str = "the Hub"             # a file
-    year: int = 2024
+    year: Literal[2024, 2025] = 2024
 
 
 def test_word_of_python_as_a_flag(capsys):
@@ -66,7 +66,10 @@ def test_word_of_python_as_a_flag(capsys):
         parse(Words, argv=["--form", "a"])
     with pytest.raises(SystemExit):
         parse(Words, argv=["--help"])
-    assert "\n  --from the Hub " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n  --from the Hub " in out and "\n  --year 2024 " in out and "2024 or 2025" in out
+    with pytest.raises(Stop, match="--year: '2023' is not one of 2024, 2025"):
+        parse(Words, argv=["--year", "2023"])
 
 
 def test_presets_come_before_explicit_flags():

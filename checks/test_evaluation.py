@@ -278,6 +278,11 @@ def test_regrade_tells_where_graders_and_record_differ(tmp_path):
     assert path.read_text() == "".join(json.dumps(line) + "\n" for line in lines), "written although not told to"
 
 
+def test_regrade_wants_files_before_options(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    assert "files come before options: " in program("regrade", "--show", "5", tmp_path / "a.jsonl")[2]
+
+
 def test_regrade_writes_verdicts_and_the_summary_beside_them(tmp_path):
     path = write(tmp_path / "run" / "samples.jsonl", [answered("Answer: 204", is_correct=False, extracted=None, more=1)])
     (tmp_path / "run" / "summary.json").write_text("{}")

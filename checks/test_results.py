@@ -190,6 +190,20 @@ def test_keep_refuses_a_changed_tree(finished, tmp_path):
         record.keep(finished, "tiny", {}, tmp_path / "records")
 
 
+def test_keep_looks_at_every_start_of_a_resumed_run(finished, tmp_path):
+    """The numbers until the resume are the first start's."""
+    first = {**VERSIONS, "command": "python recipes/small.py --first"}
+    edit(finished / "versions.json", earlier=[{**first, "dirty": True}])
+    with pytest.raises(Stop, match="changed tree"):
+        record.keep(finished, "tiny", {}, tmp_path / "records")
+    edit(finished / "versions.json", earlier=[{**first, "commit": "c" * 40}])
+    with pytest.raises(Stop, match="ran at 2 commits"):
+        record.keep(finished, "tiny", {}, tmp_path / "records")
+    edit(finished / "versions.json", earlier=[first])
+    kept = json.loads((record.keep(finished, "tiny", {}, tmp_path / "records") / "record.json").read_text())
+    assert kept["command"] == "python recipes/small.py --first"
+
+
 def test_keep_marks_what_was_given_by_hand(finished, tmp_path):
     edit(finished / "versions.json", commit=None, dirty=None, hardware=None)
     with pytest.raises(Stop, match="says command 'python recipes/small.py --rehearse', not 'python x.py'"):

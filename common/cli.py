@@ -111,7 +111,11 @@ class Run:
         except OSError:
             raise Stop(f"{self.folder} belongs to a run that is still going on") from None
         self._save_source(Path(sys.argv[0]))
-        self.write_json("versions.json", versions())
+        started = versions()
+        if (self.folder / "versions.json").exists():          # of the starts before a resume: they made the steps until then
+            old = json.loads((self.folder / "versions.json").read_text())
+            started["earlier"] = [*old.pop("earlier", []), old]
+        self.write_json("versions.json", started)
         self.write_json("config.json", config)
         self._start_wandb(wandb, config)
         self._metrics = open(self.folder / "metrics.jsonl", "a")

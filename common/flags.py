@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import io
 import sys
+import textwrap
 import tokenize
 import types
 import typing
@@ -88,7 +89,7 @@ def _convert(flag, text, kind):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        wanted = "one of " + ", ".join(args) if origin is typing.Literal else f"of type {_type_name(kind)}"
+        wanted = "one of " + ", ".join(map(str, args)) if origin is typing.Literal else f"of type {_type_name(kind)}"
         raise Stop(f"{flag}: {text!r} is not {wanted}") from None
 
 
@@ -116,13 +117,18 @@ def field_comments(Config):
 def usage(Config, presets, doc):
     """The text of --help: the docstring, the presets, then every field with its default and its comment, in groups."""
     comments, group, lines = field_comments(Config), None, [doc.strip(), ""]
-    lines += [f"{_flag(p)} sets " + ", ".join(f"{k} {v}" for k, v in presets[p].items()) for p in presets]
+    for p in presets:
+        sets = [f"{k} {v}" if v != "" else f"{k} made by itself" for k, v in presets[p].items()]
+        lines += textwrap.wrap(f"{_flag(p)} sets " + ", ".join(sets), 128, subsequent_indent="  ")
+    hints = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         heading, text = comments[f.name]
         if heading != group:
             group = heading
-            lines += ["", heading]
+            lines += ["", *([heading] if heading else [])]
         value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
         value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        if typing.get_origin(hints[f.name]) is typing.Literal:
+            text = " or ".join(map(str, typing.get_args(hints[f.name]))) + (f": {text}" if text else "")
         lines.append(f"  {_flag(f.name)} {value}".ljust(38) + f" {text}".rstrip())
     return "\n".join(lines)

@@ -19,24 +19,30 @@ def prompt_sha256(prompt):
 
 
 def load(path, columns=COLUMNS):
-    """The rows of a parquet file as dicts. Raises Stop for a missing file or column, no rows, equal ids, an empty answer, or a
-    prompt that is not the one its hash was taken from."""
+    """The rows of a parquet file as dicts. A file may lack source (then it is its own) and prompt_sha256 (then it is computed).
+    Raises Stop for a missing file or column, no rows, equal ids, an empty answer, or a prompt that is not the one its hash was
+    taken from."""
     import pyarrow
     import pyarrow.parquet
     if not Path(path).is_file():
         raise Stop(f"no data file {path}")
     try:
         schema = pyarrow.parquet.read_schema(path)
-        missing = [c for c in columns if c not in schema.names]
+        missing = [c for c in columns if c not in schema.names and c not in ("source", "prompt_sha256")]
         if missing:
             raise Stop(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(schema.names)}"
                        + _preparer(path, schema))
-        rows = pyarrow.parquet.read_table(path, columns=list(columns)).to_pylist()
+        rows = pyarrow.parquet.read_table(path, columns=[c for c in columns if c in schema.names]).to_pylist()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
         with open(path, "rb") as f:
             hint = "; JSON lines go through data/prepare_gsm8k.py or data/prepare_aime.py" * (f.read(1) == b"{")
         raise Stop(f"{path} cannot be read as parquet: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
     check(path, rows)
+    for row in rows:
+        if "source" in columns:
+            row.setdefault("source", Path(path).name)
+        if "prompt_sha256" in columns and "prompt_sha256" not in row:
+            row["prompt_sha256"] = prompt_sha256(row["prompt"])
     return rows
 
 

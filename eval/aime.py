@@ -93,6 +93,9 @@ def plan(cfg):
          "(--cpu does without)")
     must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
     must(not Path(c.model).is_dir() or glob.glob(f"{glob.escape(c.model)}/*.safetensors"), f"{c.model} has no *.safetensors")
+    limit = positions(c.model)
+    must(not limit or c.max_tokens < limit, f"max_tokens is {c.max_tokens:,}, but {c.model} has {limit or 0:,} positions for "
+         "prompt and answer together: use a smaller --max-tokens")
     try:
         n = len(dataset.load(c.data))
         rows = [("problems", f"{n} of {c.data}"),
@@ -118,6 +121,15 @@ def plan(cfg):
         print(f"problem: {sentence}")
     print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
     return problems
+
+
+def positions(model):
+    """How many tokens a model reaches over; None where config.json is missing or scales the rotation: vLLM knows then."""
+    file = Path(model) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    text = config.get("text_config") or config
+    scaled = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return text.get("max_position_embeddings") if scaled.get("rope_type", scaled.get("type", "default")) == "default" else None
 
 
 # -- protocol --------------------------------------------------------------------------------------------------------
@@ -153,9 +165,7 @@ def prepare(cfg):
         row["tokens"] = dataset.encode(tok, row["prompt"])
         # GLM's template opens the thinking block: an answer must close it to count
         row["in_think"] = tok.decode(row["tokens"]).rstrip().endswith("<think>")
-    text = config.get("text_config") or config
-    limit, scaled = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if limit and scaled.get("rope_type", scaled.get("type", "default")) == "default":      # else vLLM knows how far it reaches
+    if limit := positions(cfg.model):
         long = [f"{row['id']} ({len(row['tokens']):,})" for row in rows if len(row["tokens"]) + cfg.max_tokens > limit]
         if long:
             raise cli.Stop(f"{len(long)} prompts and {cfg.max_tokens:,} tokens of answer exceed the {limit:,} positions of "

@@ -28,6 +28,8 @@ def files(argv):
     """(the arguments that are no options, as files; the options)."""
     options = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     paths = [Path(word) for word in argv[:options]]
+    if late := [word for word in argv[options:] if word.endswith(".jsonl") or Path(word).is_dir()]:
+        raise cli.Stop(f"files come before options: {late[0]} stands after {argv[options]}")
     return [path / folder.SAMPLES if path.is_dir() else path for path in paths], argv[options:]
 
 

@@ -347,12 +347,11 @@ def checkpoints(run):
 def read(path, tok, max_prompt_tokens):
     """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
     from common import rewards
-    rows = dataset.load(path, ("id", "prompt", "answer"))
+    rows = dataset.load(path)
     if odd := next((row for row in rows if not rewards.gradable(row["answer"])), None):
         raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is neither an integer nor an expression "
                        "that math-verify reads")
     for row in rows:
-        row["prompt_sha256"] = dataset.prompt_sha256(row["prompt"])
         row["prompt_tokens"] = dataset.encode(tok, row["prompt"])
         # GLM's template opens the thinking block: an answer must close it to count
         row["in_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")

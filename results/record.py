@@ -92,8 +92,12 @@ def keep(folder, group, by_hand, records=RECORDS):
     if missing := [f for f in ("DONE", "config.json", "versions.json", "check.json") if not (folder / f).is_file()]:
         raise Stop(f"{folder} is not a finished run: {', '.join(missing)} missing")
     steps, config, versions = metrics(folder), *(json.loads((folder / f"{f}.json").read_text()) for f in ("config", "versions"))
-    if versions.get("dirty"):
+    starts = [*versions.pop("earlier", []), versions]               # a resumed run: every start made some of the numbers
+    if any(start.get("dirty") for start in starts):
         raise Stop(f"{folder} was run from a changed tree: its numbers cannot be traced")
+    if len(commits := {start.get("commit") for start in starts}) > 1:
+        raise Stop(f"{folder} ran at {len(commits)} commits ({', '.join(map(str, commits))}): its numbers belong to none")
+    versions = starts[0]
     for key, value in by_hand.items():
         if versions.get(key) and versions[key] != value:
             raise Stop(f"{folder} says {key} {versions[key]!r}, not {value!r}")
@@ -130,7 +134,8 @@ def read(folders):
         config, check, record = (json.loads((folder / f"{f}.json").read_text()) for f in ("config", "check", "record"))
         runs.append(dict(name=folder.name, config=config, check=check, record=complete(record, folder), steps=metrics(folder)))
         first = runs[0]["config"]
-        if differs := sorted(k for k in {**first, **config} if k not in ("seed", "name") and first.get(k) != config.get(k)):
+        free = ("seed", "name", "wandb")
+        if differs := sorted(k for k in {**first, **config} if k not in free and first.get(k) != config.get(k)):
             raise Stop(f"{folder} differs from {runs[0]['name']} in {', '.join(differs)}: another group")
         if config["seed"] in (r["config"]["seed"] for r in runs[:-1]):
             raise Stop(f"{folder} has the seed {config['seed']}, which another run of its group has")
