@@ -371,7 +371,7 @@ def main(check_only=False, doc=__doc__):
         if glob.glob("/dev/nvidia[0-9]*"):
             cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
         print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
-    if check_only or (not cfg.name and not cfg.resume):
+    if not cfg.name and not cfg.resume or check_only and cfg.name == Config.name:
         cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
     problems = plan(cfg)
     if problems or cfg.plan:
