@@ -48,14 +48,14 @@ class Parts:
         as it takes to move the trainer."""
         self.version += 1
         with trainer_turn(self.trainer, self.sampler):
-            for attempt in range(4):
+            for attempt in range(8):
                 self.trainer.perturb(std, self.seed, only)
                 mine = np.concatenate(merge(self.trainer.logprobs(self.batch), len(self.batch["tokens"])))
                 moved = float(np.abs(mine - self.before).mean())
-                if moved >= self.need or attempt == 3:
+                if moved >= self.need or attempt == 7:
                     break
                 self.trainer.restore_adapter()
-                std *= min(max(1.5 * self.need / max(moved, 1e-12), 2), 64)
+                std *= min(max(1.2 * self.need / max(moved, 1e-12), 1.5), 4)
         try:
             sync.publish(self.trainer, self.sampler, self.version)
             theirs = np.concatenate(spread(self.sampler, "score", (self.batch["tokens"], self.batch["n_prompt"])))

@@ -30,8 +30,8 @@ from common.cluster import trainer_turn  # noqa: E402
 from common.sampler import spread  # noqa: E402
 
 # Largest gap between two right copies, (mean, max) of |dlogp| over response tokens; results/calibration.json has what healthy
-# pairs differ by. float32: four times the largest mean there, and room for single tokens. bfloat16: the mean that the field
-# report uses, twice what the real model shows (0.025, single tokens 0.49).
+# pairs differ by. float32: nine times the largest mean there, six times the largest single token. bfloat16: the mean that the
+# field report uses, twice what the real model shows (0.025, single tokens 0.49).
 TOLERANCE = {"float32": (2e-5, 1e-3), "bfloat16": (0.05, 2.0)}
 # The same engine asked twice: batches differ in shape, kernels in the order of sums. bfloat16: 0.024 seen on an H200 for a
 # prompt of 2,600 tokens, once in three chunks and once from the prefix cache.
@@ -81,18 +81,19 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     batch, decoded = decode()
     s0, again = on_sampler(batch), on_sampler(batch)
 
-    # 2. Calibrate: noise that moves the trainer enough, enlarged in proportion to what is missing
+    # 2. Calibrate: noise that moves the trainer enough. Enlarged in small strides: a model that is sure of its answers first
+    # hardly moves and then all at once, and a change of nats would be drowned in rounding
     need, std = STALE_FACTOR[dtype] * mean_limit, FIRST[dtype]
     with trainer_turn(trainer, sampler):
         t0 = on_trainer(batch)
-        for attempt in range(8):
+        for attempt in range(12):
             trainer.perturb(std, seed)
             t1 = on_trainer(batch)
             moved = float(np.abs(np.concatenate(t1) - np.concatenate(t0)).mean())
-            if moved >= need or attempt == 7:
+            if moved >= need or attempt == 11:
                 break
             trainer.restore_adapter()
-            std *= min(max(1.5 * need / max(moved, 1e-12), 2), 64)
+            std *= min(max(1.2 * need / max(moved, 1e-12), 1.5), 4)
     row(1, "agree, prefill", s0, t0, of=batch)
     base = row(1, "agree, decode", decoded, t0, of=batch).mean()
     noise = row(1, "sampler, asked twice", again, s0, lambda d: d.max() <= REPEAT[dtype]).max()
