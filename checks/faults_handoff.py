@@ -90,17 +90,20 @@ def not_installed(b):
     return mock.patch.object(SamplerEngine, "commit", commit)
 
 
-def stale_cache(b):
+def stale_cache(name="policy", reset=False):
     """The adapter keeps its name and path over versions, and the prefix cache is not emptied (huggingface/trl#6344)."""
-    from vllm.lora.request import LoRARequest
-    real = SamplerEngine.commit
+    def fault(b):
+        from vllm.lora.request import LoRARequest
+        real = SamplerEngine.commit
 
-    def commit(self, version):
-        with mock.patch.object(self.llm, "reset_prefix_cache", lambda: None):
-            answer = real(self, version)
-        self.request = LoRARequest("policy", version + 1, "memory://policy")
-        return answer
-    return mock.patch.object(SamplerEngine, "commit", commit)
+        def commit(self, version):
+            empty = self.llm.reset_prefix_cache if reset else lambda: None
+            with mock.patch.object(self.llm, "reset_prefix_cache", empty):
+                answer = real(self, version)
+            self.request = LoRARequest(name.format(version), version + 1, f"memory://{name.format(version)}")
+            return answer
+        return mock.patch.object(SamplerEngine, "commit", commit)
+    return fault
 
 
 def damaged(b):
@@ -191,15 +194,15 @@ def without_hooks(where):
                           if hasattr(m, "lora") and where in name)
 
 
-def merged_in_bf16(b):
-    """The trainer multiplies by bf16(W + B A), so what is below half a step of W is lost; W itself stays as it is."""
+def merged(dtype):
+    """The trainer multiplies by W + B A rounded to `dtype`, so what is below half a step of W is lost; W stays as it is."""
     def hook(module, args, output):
-        a, b_ = module.lora.a.chunk(len(module.lora.b)), module.lora.b * module.lora.scale
-        w = module.weight.bfloat16()
-        kept = (w.float() + torch.cat([y @ x for x, y in zip(a, b_)])).bfloat16().float() - w.float()
+        a, b = module.lora.a.chunk(len(module.lora.b)), module.lora.b * module.lora.scale
+        w = module.weight.to(dtype).float()
+        kept = (w + torch.cat([y @ x for x, y in zip(a, b)])).to(dtype).float() - w
         return output[0] + torch.nn.functional.linear(args[0], kept.to(args[0].dtype)), output[1]
-    return many(mock.patch.object(m, "_forward_hooks", {0: hook}) for m in b.trainer.model.modules()
-                if hasattr(m, "lora") and not m.lora.each)
+    return lambda b: many(mock.patch.object(m, "_forward_hooks", {0: hook}) for m in b.trainer.model.modules()
+                          if hasattr(m, "lora") and not m.lora.each)
 
 
 def last_slot(b):
@@ -243,13 +246,22 @@ FAULTS = [
     ("alpha / sqrt(rank) for alpha / rank", PREFILL, scaled(8 ** 0.5)),
     ("the adapter subtracted", PREFILL, scaled(-1)),
     ("each expert scales the storage that all share", PREFILL, scaled(SCALE ** (EXPERTS - 1), ".mlp.experts."), "shared"),
-    ("the prefix cache of the version before is used", DECODE, stale_cache),
+    ("the prefix cache of the version before is used", DECODE, stale_cache()),
     ("the sampler shares the trainer's storage", "step 3, stale, must disagree", told_early),
     ("one tensor is not taken back after the check", "step 6, taken back, sampler", not_taken_back),
     ("sampler: kv_b_proj adapter ignored in decode", DECODE, kv_b_ignored(lambda new, seen: (new == 1) & (seen > 0))),
     ("sampler: kv_b_proj adapter ignored in cached prefill", PREFILL, kv_b_ignored(lambda new, seen: (new > 1) & (seen > 0))),
     ("trainer: no adapter in its forward", "step 2, change, trainer alone", without_hooks("")),
     ("trainer: kv_b_proj adapter not in its forward", PREFILL, without_hooks("linear_kv_up_proj")),
-    ("trainer: adapter merged into bf16 weights", PREFILL, merged_in_bf16),
+    ("trainer: adapter merged into bf16 weights", PREFILL, merged(torch.bfloat16)),
     ("base requests take the last adapter slot", BESIDE, last_slot),
+]
+
+# the same patches without their fault: the check must pass, or it is not the fault that it finds
+CONTROLS = [
+    ("every tensor passed on", exported(lambda tensors: tensors)),
+    ("one name for all versions, the cache emptied", stale_cache(reset=True)),
+    ("the cache not emptied, a name for each version", stale_cache("policy-v{}")),
+    ("kv_b_proj projected apart, with its adapter", kv_b_ignored(lambda new, seen: new < 0)),
+    ("adapter merged into float32 weights", merged(torch.float32)),
 ]

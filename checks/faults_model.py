@@ -26,11 +26,16 @@ def halves(x, rotation):
 
 
 def rotary_kernel(x, rotation):
-    """vLLM's own CPU kernel, which takes a slice like q[..., nope:] for a whole tensor."""
+    """vLLM's own CPU kernel on a slice like q[..., nope:]: it takes (tokens, heads, width) for (rows, width), and so turns the
+    heads of the first tokens by the angles of all."""
     from vllm import _custom_ops as ops
     table = torch.cat([rotation.real, rotation.imag], -1)[:, 0].to(x.dtype)
-    ops.rotary_embedding(torch.arange(len(x)), x, None, x.shape[-1], table, False)
+    ops.rotary_embedding(torch.arange(len(x)), x, None, rotation.shape[-1] * 2, table, False)
     return x
+
+
+def rotary_kernel_on_rows(x, rotation):
+    return rotary_kernel(x.flatten(1).clone(), rotation).view(x.shape)
 
 
 def rotated(how):
@@ -69,12 +74,11 @@ def no_correction_bias(b):
 
 
 def small_latents(b, factor=10 ** -2.5):
-    """Both copies with latents of variance about 1e-5, where an epsilon of the norm after them matters."""
-    ours = [layer.self_attn for layer in b.layers]
-    theirs = [layer.self_attention for layer in b.trainer.model.decoder.layers]
-    down = [w for a in ours for w in (a.q_a_proj.base_layer.weight, a.kv_a_proj_with_mqa.base_layer.weight[:a.rank])]
-    down += [w for a in theirs for w in (a.linear_q_down_proj.weight, a.linear_kv_down_proj.weight[:ours[0].rank])]
-    return changed(*((w, factor) for w in down))
+    """Both sides with latents of variance about 1e-5, where the epsilon of the norm after them matters."""
+    norms = [n for layer in b.layers for n in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm)]
+    norms += [n for layer in b.trainer.model.decoder.layers
+              for n in (layer.self_attention.q_layernorm, layer.self_attention.kv_layernorm)]
+    return many(mock.patch.object(n, "forward", lambda x, real=n.forward: real(x * factor)) for n in norms)
 
 
 def latent_eps(b):
@@ -96,18 +100,22 @@ def topk_short(b):
     return many(mock.patch.object(core, "index_topk", core.index_topk - 1) for core in cores)
 
 
-@contextlib.contextmanager
+def reloaded(b):
+    """New expert weights in both sides."""
+    layers = [layer.mlp.experts.base_layer.routed_experts.w13_weight for layer in b.layers if hasattr(layer.mlp, "experts")]
+    layers += [layer.mlp.experts.linear_fc1.weight for layer in b.trainer.model.decoder.layers if hasattr(layer.mlp, "experts")]
+    return changed(*((w, 1.02) for w in layers))
+
+
 def packed_once(b):
-    """New expert weights arrive in both copies, and the sampler goes on with those that it packed at its start."""
+    """The sampler goes on with the expert weights that it packed at its start."""
     from common.vllm_cpu.experts import Experts
-    theirs = [layer.mlp.experts.base_layer.routed_experts.w13_weight for layer in b.layers if hasattr(layer.mlp, "experts")]
-    ours = [layer.mlp.experts.linear_fc1.weight for layer in b.trainer.model.decoder.layers if hasattr(layer.mlp, "experts")]
-    packed, real = {w.data_ptr(): w.detach().clone() for w in theirs}, Experts.apply
+    weights = [layer.mlp.experts.base_layer.routed_experts.w13_weight for layer in b.layers if hasattr(layer.mlp, "experts")]
+    packed, real = {w.data_ptr(): w.detach().clone() for w in weights}, Experts.apply
 
     def apply(self, *, w1, **rest):
         return real(self, w1=packed[w1.data_ptr()], **rest)
-    with changed(*((w, 1.02) for w in (*theirs, *ours))), mock.patch.object(Experts, "apply", apply):
-        yield
+    return many([reloaded(b), mock.patch.object(Experts, "apply", apply)])
 
 
 # -- tokens and their log-probabilities ------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ PREFILL, DECODE, UNSEEN = "step 1, agree, prefill", "step 1, agree, decode", "no
 FAULTS = [
     ("rotation of halves for neighbours", PREFILL, rotated(halves)),
     ("rotation of halves in the indexer alone", PREFILL, indexer_rotates_halves),
-    ("vLLM's rotary kernel ignores strides", PREFILL, rotated(rotary_kernel)),
+    ("vLLM's CPU rotary kernel on a slice of each head", PREFILL, rotated(rotary_kernel)),
     ("router correction bias is zero", PREFILL, no_correction_bias),
     ("router: softmax without correction bias", PREFILL, routed(scoring_func="softmax", e_score_correction_bias=None)),
     ("routed_scaling_factor missing", PREFILL, routed(lambda layer: layer, routed_scaling_factor=1.0)),
@@ -208,4 +216,13 @@ FAULTS = [
      served(norm_topk_prob=False)),
     ("config.json shares indices one layer earlier", "guard: but index_topk_freq 4, index_skip_topk_offset 2 says",
      served(index_skip_topk_offset=2)),
+]
+
+CONTROLS = [
+    ("vLLM's CPU rotary kernel on rows of all heads", rotated(rotary_kernel_on_rows)),
+    ("latents of variance 1e-5", small_latents),
+    ("new expert weights in both sides", reloaded),
+    ("answers sampled at temperature 1 and top-p 1", sampled()),
+    ("answers passed on whole", cut_answers()),
+    ("micro-batches passed on as they are", micro_batches(lambda micro: micro)),
 ]

@@ -6,7 +6,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the faults patch the CPU's classes")
 
-from checks import faults, faults_model, faults_parallel, localise  # noqa: E402
+from checks import faults, faults_handoff, faults_model, faults_parallel, localise  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,14 @@ def test_it_is_found_where_the_list_says_and_leaves_nothing_behind(bench, health
         assert found["mean"] > 5 * found["healthy"] or found["tokens"] < rows[0]["n"], found
     report = bench.check()
     assert report["passed"] and bench.state() == state, report["why"]
+
+
+@pytest.mark.parametrize("control", (c := faults_handoff.CONTROLS + faults_model.CONTROLS), ids=[name for name, _ in c])
+def test_the_same_patch_without_its_fault_passes(bench, healthy, control):
+    with control[1](bench):
+        report = bench.check()
+    assert report["passed"], report["why"]
+    assert bench.state() == healthy[1]
 
 
 def test_faults_of_several_processes_are_found_and_the_check_passes_before_and_after():
