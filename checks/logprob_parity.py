@@ -125,8 +125,8 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     version, where = version + 3, []
     wrong = {r["step"] for r in rows if not r["ok"]}
     try:
-        if 1 in wrong:
-            where.append(localise.hidden(trainer, sampler, batch["tokens"][0].tolist(), dtype))
+        if 1 in wrong and worst:
+            where.append(localise.hidden(trainer, sampler, batch["tokens"][worst[0]["sequence"]].tolist(), dtype))
         elif 5 in wrong:
             where.append(localise.nature([b - a for a, b in zip(s0, s1)], [b - a for a, b in zip(t0, t1)]))
             parts = localise.Parts(trainer, sampler, batch, t0, base, mean_limit, need, version, seed)

@@ -75,7 +75,8 @@ def lora(model, tmp_path_factory):
 # ---------------------------------------------------------------- before anything starts
 
 def test_help_and_plan_need_no_torch(tmp_path, model, problems, lora):
-    args = ["x", "--plan", "--cpu", "--max-tokens", "2048", "--model", str(model), "--data", str(problems), "--adapter", str(lora)]
+    args = ["x", "--plan", "--cpu", "--max-tokens", "2048", "--model", str(model), "--data", str(problems),
+            "--adapter", str(lora)]
     code = f"import sys; sys.argv = {args}\n" \
            f"sys.path.insert(0, {str(ROOT)!r})\nfrom eval import aime\nassert aime.main() == 0\n" \
            "assert not {'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)"

@@ -1,10 +1,13 @@
 """The five-step check on stand-ins: who has the GPUs when, and what it says of policies that are wrong in known ways."""
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from checks import localise
 from checks.local import Local
-from checks.logprob_parity import five_steps
+from checks.logprob_parity import TOLERANCE, five_steps
 from common import sync
 
 
@@ -75,6 +78,17 @@ def run(monkeypatch, dtype="float32", **faults):
     report = five_steps(Local(world), Local(world), [[1, 2], [3]], dtype=dtype, max_tokens=20, version=0, say=said.append)
     assert said[-1].startswith("five-step check: ") and world.awake == "sampler"
     return report
+
+
+def test_tolerances_are_those_of_the_calibration():
+    """20 healthy pairs, none refused; room for other processors, and not so much that a fault hides in it."""
+    found = json.loads((Path(__file__).resolve().parent.parent / "results" / "calibration.json").read_text())
+    assert len(found["pairs"]) == 20 and all(pair["passed"] for pair in found["pairs"])
+    for dtype, (mean, single) in TOLERANCE.items():
+        seen = found["summary"][dtype]
+        assert seen["tolerance"] == [mean, single] and single > 1.5 * seen["largest_max"]
+        assert 1.5 * seen["largest_mean"] < mean < (10 * seen["largest_mean"] if dtype == "float32" else 0.06)
+        assert abs(seen["bias"]) < 0.1 * seen["mean"], "rounding has no direction"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

