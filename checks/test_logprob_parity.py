@@ -73,7 +73,9 @@ def run(monkeypatch, dtype="float32", **faults):
     def publish(trainer, sampler, version):
         if not (faults.get("dead") and version > 1):
             world.served = world.w * faults.get("scale", 1.0)
-        return {"version": version, "fingerprint": f"{world.served}", "bytes": 1, "tensors": 1, "ranks": 1}
+        return {"version": version, "fingerprint": f"{world.served}", "bytes": 1, "tensors": 1, "ranks": 1,
+                "checksums": {f"{path}.lora_{side}": version * faults.get("moving", 1)
+                              for path in ["layers.0.self_attn.o_proj"][:faults.get("sent", 1)] for side in "AB"}}
     monkeypatch.setattr(sync, "publish", publish)
     report = five_steps(Local(world), Local(world), [[1, 2], [3]], dtype=dtype, max_tokens=20, version=0, say=said.append)
     assert said[-1].startswith("five-step check: ") and world.awake == "sampler"
@@ -99,11 +101,15 @@ def test_a_right_hand_off_passes(monkeypatch, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("faults, step", [({"dead": True}, "step 5"), ({"scale": 2.0}, "step 5"), ({"scale": 0.7}, "step 5"),
-                                          ({"nan": True}, "step 1"), ({"not_restored": 0.5}, "step 6")])
+                                          ({"nan": True}, "step 1"),
+                                          ({"moving": 0}, "step 4: 2 tensors were published as before"),
+                                          ({"sent": 0}, "1 modules not at all: layers.0.self_attn.o_proj"),
+                                          ({"not_restored": 0.5}, "step 6")])
 def test_a_wrong_one_fails_and_says_where(monkeypatch, dtype, faults, step):
     report = run(monkeypatch, dtype, **faults)
     assert not report["passed"] and any(step in why for why in report["why"]), report["why"]
-    assert len(report["worst"]) == (10 if step != "step 6" else 0) and not any("could not" in w for w in report["where"]), report
+    assert len(report["worst"]) == (10 if step in ("step 1", "step 5") else 0)
+    assert not any("could not" in w for w in report["where"]), report
 
 
 @pytest.mark.parametrize("change, looks", [

@@ -206,7 +206,7 @@ def publish(trainer, sampler, version):
         raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, "
                    f"the trainer sent {header.fingerprint}")
     return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries),
-            "ranks": len(held)}
+            "checksums": {e.key: e.checksum for e in header.entries}, "ranks": len(held)}
 
 
 def _stage(trainer, sampler, version):
