@@ -338,3 +338,13 @@ def test_compare_refuses_other_settings_and_reads_a_recipes_run(tmp_path):
     config.write_text(json.dumps({"max_response_tokens": 8192, "eval_top_p": 0.7}))
     assert program("compare", a, b)[0] == 1 and program("compare", a, b, "--other-prompts")[0] == 0
     assert program("compare", a)[2] == "two evaluations are compared, and 1 are named: python eval/compare.py A B\n"
+
+
+def test_regrade_does_not_write_beside_a_running_evaluation(tmp_path):
+    """It replaces the file, and the evaluation would go on writing to the one that is gone."""
+    from eval import folder
+    (tmp_path / folder.PROTOCOL).write_text("{}")
+    (tmp_path / folder.SAMPLES).write_text("")
+    with folder.lock(tmp_path):
+        code, _, err = program("regrade", tmp_path, "--write")
+    assert code == 1 and "belongs to another process, which is still at work" in err

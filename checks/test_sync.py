@@ -36,7 +36,7 @@ def test_a_bundle_comes_back_bit_for_bit_and_its_header_survives_json():
 
 
 @pytest.mark.parametrize("change", ["one bit", "neighbours swapped", "two words swapped", "two rows swapped", "sign of a zero",
-                                    "shifted by one"])
+                                    "shifted by one", "signs of a column", "one bit in two words"])
 def test_checksum_sees(change):
     t = torch.arange(1000, dtype=torch.float32).view(10, 100)
     u = t.clone()
@@ -48,6 +48,10 @@ def test_checksum_sees(change):
         u[0, :2], u[0, 2:4] = t[0, 2:4], t[0, :2]
     elif change == "two rows swapped":
         u[[2, 7]] = t[[7, 2]]
+    elif change == "signs of a column":
+        u[:, 1::2] *= -1
+    elif change == "one bit in two words":
+        u.view(torch.int32)[2:4, 5] ^= 1 << 30
     elif change == "sign of a zero":
         u[0, 0] = -0.0
     else:
@@ -69,7 +73,11 @@ def test_checksum_against_its_formula():
             w = i * checksum.GOLDEN % 2**64
             w = w - 2**64 if w >= 2**63 else w                       # as a signed number, for the arithmetic shift
             w = (w ^ (w >> 29)) * checksum.MIX % 2**64 | 1
-            total += (v + checksum.SHIFT) * w
+            v = (v + checksum.SHIFT) % 2**64
+            v = v - 2**64 if v >= 2**63 else v
+            v = (v ^ (v >> 32)) * checksum.MIX % 2**64
+            v = v - 2**64 if v >= 2**63 else v
+            total += (v ^ (v >> 29)) * w
         assert checksum.checksum(t) % 2**64 == total % 2**64
 
 

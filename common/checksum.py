@@ -1,8 +1,8 @@
 """Checksums of tensors: whether the sampler holds, bit for bit, what the trainer sent.
 
-The sum of a tensor is over the 8-byte words of its memory (elements, where its size is no multiple of 8 bytes), each word
-multiplied by an odd weight that a mixing function (splitmix64's constants) makes from its position, modulo 2^64. So a
-changed, missing or displaced element changes the sum; it is no protection against malice.
+The sum of a tensor is over the 8-byte words of its memory (elements, where its size is no multiple of 8 bytes), each word mixed
+(splitmix64's constants) and multiplied by an odd weight that the same mixing makes from its position, modulo 2^64. So a single
+changed or displaced word always changes the sum, and several changes cancel only by chance; it is no protection against malice.
 """
 import functools
 
@@ -51,7 +51,9 @@ def _one(bits, piece=1 << 20):
         part = bits[start:start + piece].to(torch.int64)
         weight = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=bits.device) * GOLDEN
         weight = ((weight ^ (weight >> 29)) * MIX) | 1
-        total += ((part + SHIFT) * weight).sum()             # wraps modulo 2^64, on purpose
+        word = part + SHIFT
+        word = (word ^ (word >> 32)) * MIX                   # else the same high bit turned in two words would cancel
+        total += ((word ^ (word >> 29)) * weight).sum()      # wraps modulo 2^64, on purpose
     return total.item()
 
 
@@ -83,9 +85,10 @@ def _kernel():
         total = tl.zeros((BLOCK,), dtype=tl.int64)
         for start in range(tl.program_id(1).to(tl.int64) * BLOCK, count, tl.num_programs(1).to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK).to(tl.int64)
-            word = tl.load(words + at, mask=at < count, other=0)
+            word = tl.load(words + at, mask=at < count, other=0) + SHIFT
+            word = (word ^ (word >> 32)) * MIX
             weight = (at + 1) * GOLDEN
             weight = ((weight ^ (weight >> 29)) * MIX) | 1
-            total += tl.where(at < count, (word + SHIFT) * weight, 0)
+            total += tl.where(at < count, (word ^ (word >> 29)) * weight, 0)
         tl.atomic_add(sums + i, tl.sum(total))
     return sum_words

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 RIGHT, WRONG = 1.0, -1.0
 
-SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|\[gMASK\]|<sop>|</?think>")
+# of GLM, and what ends an answer of Qwen, Llama, DeepSeek, Gemma and Mistral
+SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|</?s>|<(?:eos|bos|pad|end_of_turn|start_of_turn)>"
+                     r"|\[(?:gMASK|EOS|BOS|PAD)\]|<sop>|</?think>")
 ANSWER_LINE = re.compile(r"answer[*_ \t]*[:\uff1a][*_\s]*", re.IGNORECASE)
 WRAPPER = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\{([^{}]*)\}|\\\((.*)\\\)|\\\[(.*)\\\]")
 INTEGER = re.compile(r"([+-]?) ?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")

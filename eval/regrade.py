@@ -4,6 +4,7 @@ FILE is the samples.jsonl of an evaluation, the eval/step-N.jsonl of a recipe's 
 often each grader says right, where the strict one and DAPO's rule disagree, and where a verdict is not the one on record (the
 graders have changed since, or the file has). --write puts the new verdicts into the files, and into summary.json beside them.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -41,12 +42,14 @@ def again(old):
 def regrade(path, cfg):
     """Grade one file again; tell what is found."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    counts = dict.fromkeys(("samples", "strict", "dapo", "strict, on record", "dapo, on record"), 0)
+    counts = dict.fromkeys(("samples", "strict", "dapo", "strict, on record", "dapo, on record", "not decided"), 0)
     listed = {"the graders disagree": [], "not the verdict on record": []}
     try:
         with open(part if cfg.write else os.devnull, "w") as f:
             for old in evaluation.read(path):
                 new = again(old)
+                if new["reason"] in ("took too long", "failed"):            # says something of this machine: the record stands
+                    new, counts["not decided"] = old, counts["not decided"] + 1
                 f.write(json.dumps({**old, **new}) + "\n")
                 for name, found in zip(counts, (1, new["is_correct"], new["dapo_is_correct"], old["is_correct"],
                                                 old["dapo_is_correct"])):
@@ -78,12 +81,12 @@ def main():
     if not paths:
         raise cli.Stop("which file is to be graded again? python eval/regrade.py FILE.jsonl...")
     for path in paths:
-        beside = cfg.write and (path.parent / folder.SUMMARY).exists()
-        held = folder.lock(path.parent) if beside else None                 # nobody may be adding samples
-        regrade(path, cfg)
-        if beside:
-            folder.finish(path.parent)
-            held.close()
+        with contextlib.ExitStack() as held:
+            if cfg.write and any((path.parent / name).exists() for name in (folder.PROTOCOL, folder.SUMMARY)):
+                held.enter_context(folder.lock(path.parent))                # nobody may be adding samples
+            regrade(path, cfg)
+            if cfg.write and (path.parent / folder.SUMMARY).exists():
+                folder.finish(path.parent)
     return 0
 
 
