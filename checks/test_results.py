@@ -190,6 +190,21 @@ def test_keep_refuses_a_changed_tree(finished, tmp_path):
         record.keep(finished, "tiny", {}, tmp_path / "records")
 
 
+def test_keep_refuses_what_proves_nothing(finished, tmp_path):
+    edit(finished / "check.json", passed=False)
+    with pytest.raises(Stop, match="no five-step check that passed"):
+        record.keep(finished, "tiny", {}, tmp_path / "records")
+    edit(finished / "check.json", passed=True)
+    with pytest.raises(Stop, match="GROUP '../esc'"):
+        record.keep(finished, "../esc", {}, tmp_path / "records")
+    lines = (finished / "metrics.jsonl").read_text()
+    first = next(json.loads(line) for line in lines.splitlines() if "eval/accuracy" in line)
+    (finished / "metrics.jsonl").write_text(lines.replace(f'"eval/accuracy": {json.dumps(first["eval/accuracy"])}',
+                                                          '"eval/accuracy": NaN'))
+    with pytest.raises(Stop, match="answers are right there, nan"):
+        record.keep(finished, "tiny", {}, tmp_path / "records")
+
+
 def test_keep_looks_at_every_start_of_a_resumed_run(finished, tmp_path):
     """The numbers until the resume are the first start's."""
     first = {**VERSIONS, "command": "python recipes/small.py --first"}

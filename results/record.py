@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def answers(folder, steps):
             raise Stop(f"{folder} lacks eval/step-{step}.jsonl: n cannot be counted")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         right = sum(line["is_correct"] for line in lines)
-        if abs(right - found["eval/accuracy"] * len(lines)) > 1e-3:
+        if not abs(right - found["eval/accuracy"] * len(lines)) <= 1e-3:
             raise Stop(f"{path}: {right} of {len(lines)} answers are right there, {found['eval/accuracy']:.2%} in metrics.jsonl")
         if n and (len(lines), {line["id"] for line in lines}) != (n, ids):
             raise Stop(f"{path} has {len(lines)} answers, the evaluation before it {n}, or to other problems")
@@ -89,6 +90,8 @@ def answers(folder, steps):
 def keep(folder, group, by_hand, records=RECORDS):
     """Copy what a finished run leaves into records/group/name; returns that folder."""
     folder = Path(folder)
+    if not re.fullmatch(r"\w[\w.+-]*", group) or not re.fullmatch(r"\w[\w.+-]*", folder.name):
+        raise Stop(f"GROUP {group!r} and the run's name {folder.name!r} become folders: letters, digits, '_', '.', '+' and '-'")
     if missing := [f for f in ("DONE", "config.json", "versions.json", "check.json") if not (folder / f).is_file()]:
         raise Stop(f"{folder} is not a finished run: {', '.join(missing)} missing")
     steps, config, versions = metrics(folder), *(json.loads((folder / f"{f}.json").read_text()) for f in ("config", "versions"))
@@ -103,6 +106,8 @@ def keep(folder, group, by_hand, records=RECORDS):
             raise Stop(f"{folder} says {key} {versions[key]!r}, not {value!r}")
     given = {key: value for key, value in by_hand.items() if not versions.get(key)}
     own = {key: versions.pop(key, None) for key in ("command", "commit", "hardware", "dirty")}
+    if json.loads((folder / "check.json").read_text()).get("passed") is not True:
+        raise Stop(f"{folder} has no five-step check that passed: its numbers may be those of two policies")
     n, problems = answers(folder, steps)
     sources = sorted(folder.glob("*.py"), key=lambda p: len(p.name))
     record = complete({"recipe": sources[0].stem if sources else None, **own, **given, "by_hand": sorted(given),
