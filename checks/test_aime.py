@@ -310,6 +310,11 @@ def test_killed_and_resumed_with_an_adapter(model, problems, lora, tmp_path):
     assert code == 0 and "starting" not in again and again.splitlines()[-8:] == out.splitlines()[-8:], err
     code, _, err = run(*args, "--top-p", 1, "--seed", 1, cwd=tmp_path)
     assert code == 1 and err.splitlines()[-1].startswith("out was begun with another protocol (top_p 0.7 -> 1.0, seed 0 -> 1)")
+    mine = samples.read_text()
+    samples.write_text(mine.replace('"sample": 1,', '"sample": 101,', 1))
+    code, _, err = run(*args, cwd=tmp_path)
+    assert code == 1 and "has 1 samples that this evaluation does not ask for, such as sample 101 of" in err.splitlines()[-1]
+    samples.write_text(mine)
 
     from safetensors.torch import save_file
     cfg = aime.Config(model=str(model), data=str(problems), cpu=True, max_tokens=tokens)

@@ -246,6 +246,9 @@ def main():
         tok, rows, protocol = prepare(cfg)
         held, done = folder.enter(cfg.out, protocol)
         with held:
+            if foreign := sorted(done - {(row["id"], g) for row in rows for g in range(cfg.samples)}):
+                raise cli.Stop(f"{cfg.out}/{folder.SAMPLES} has {len(foreign)} samples that this evaluation does not ask for, "
+                               f"such as sample {foreign[0][1]} of {foreign[0][0]!r}: use another --out")
             if len(done) < len(rows) * cfg.samples:
                 sample(cfg, tok, rows, done)
             found = folder.finish(cfg.out)
