@@ -221,7 +221,9 @@ def compare_counts(a, b):
     ((0, 0, 0, 0, 0, 1), (1, 1, 1, 1, 1, 0), 1, "n = 6 x 1 cannot tell A from B: B is 66.7 points higher (95 % interval -"),
     ((0,) * 8, (1,) * 7 + (0,), 1, "A and B differ on problems like these 8: B is 87.5 points higher (95 % interval +57.9 to "
                                    "+117.1). k = 1 does not show"),
-    ((0, 4), (0, 4), 4, "n = 2 x 4 cannot tell A from B: both have the same avg@k (no interval)."),
+    ((0, 4), (0, 4), 4, "n = 2 x 4 cannot tell A from B: both have the same avg@k (95 % interval -36.5 to +36.5"),
+    ((0,) * 30, (32,) * 30, 32, "A and B differ on these 30 problems: B is 100.0 points higher (95 % interval +98.5 to +101.5)"),
+    ((0,), (1,), 1, "n = 1 x 1 cannot tell A from B: B is 100.0 points higher (no interval)."),
     ((3,), (1,), 4, "n = 1 x 4 cannot tell A from B: B is 50.0 points lower (95 % interval -")])
 def test_sentence(a, b, k, sentence):
     assert compare(problems(a, k), problems(b, k))["sentence"].startswith(sentence)

@@ -81,6 +81,13 @@ class Problem:
         """Unbiased estimate of p's variance over repeated sampling, P (1 - P) / k, as E[p (1 - p)] = P (1 - P) (k - 1) / k."""
         return self.p * (1 - self.p) / (len(self.samples) - 1)
 
+    @property
+    def cautious_noise(self):
+        """The same of Laplace's estimate (right + 1) / (k + 2) of P, which is never 0."""
+        k = len(self.samples)
+        p = Fraction(self.right + 1, k + 2)
+        return p * (1 - p) / k
+
 
 def tally(lines):
     """({id: Problem}, k, Counter of all lines). Stop where lines contradict each other: a problem with two gold answers or
@@ -193,7 +200,8 @@ def compare(lines_a, lines_b, other_prompts=False):
     {"low", "high": 95 % interval of the difference, "smallest": the true difference that is told with 80 % power}:
 
     fixed   would it come again on these problems? Normal interval, variance sum_i (noise_A_i + noise_B_i) / n^2. It takes A's and
-            B's samples as independent; seeds that they share make it too wide, if anything. None where k = 1 or nothing varied.
+            B's samples as independent; seeds that they share make it too wide, if anything. Where no sample varied each p_i is
+            taken as (c_i + 1) / (k + 2). None where k = 1.
     across  is it so for other problems of the kind? Paired t-interval over the n differences of p_i (Miller, arXiv 2411.00640).
             None where n = 1 or all differences are equal.
 
@@ -203,6 +211,8 @@ def compare(lines_a, lines_b, other_prompts=False):
     _refuse(a, total_a, b, total_b, other_prompts)
     n, differences = len(a), [b[name].p - a[name].p for name in a]
     noise = sum(x[name].noise for x in (a, b) for name in a) if min(k_a, k_b) > 1 else 0
+    if not noise and min(k_a, k_b) > 1:                           # no sample varied; in k more one might
+        noise = sum(x[name].cautious_noise for x in (a, b) for name in a)
     spread = variance(differences) if n > 1 else 0
     found = {"difference": float(mean(differences))}
     for kind, error, quantile in (("fixed", math.sqrt(noise) / n, NormalDist().inv_cdf),
