@@ -8,7 +8,7 @@
              tolerances
  3 stale     the sampler was told nothing: it must answer exactly as before, so the two must now disagree by more than
              the tolerance
- 4 publish   the changed adapter
+ 4 publish   the changed adapter; by their checksums, all of its tensors must be other than before
  5 agree     again, prefill and decode
 Then the change is taken back, published, and must leave both copies exactly where they were. Why 2 and 3: at the start
 lora_B is zero, so a dead hand-off passes step 1, and step 5 means something only if the stale sampler was seen to
