@@ -35,12 +35,26 @@ def worst(mine, theirs, batch, n=10):
     return sorted(found, key=lambda w: -np.nan_to_num(abs(w["first"] - w["second"]), nan=np.inf))[:n]
 
 
+def enlarge(trainer, batch, before, need, std, seed, attempts, only=None):
+    """Change the trainer by noise that moves it enough: (its log-probabilities after, mean |change| from `before`, std). Enlarged
+    in small strides: a model that is sure of its answers first hardly moves and then all at once, and a change of nats would be
+    drowned in rounding."""
+    for attempt in range(attempts):
+        trainer.perturb(std, seed, only)
+        after = merge(trainer.logprobs(batch), len(batch["tokens"]))
+        moved = float(np.abs(np.concatenate(after) - np.concatenate(before)).mean())
+        if moved >= need or attempt == attempts - 1:
+            return after, moved, std
+        trainer.restore_adapter()
+        std *= min(max(1.2 * need / max(moved, 1e-12), 1.5), 4)
+
+
 class Parts:
     """Publishes parts of a change. The trainer's adapter must be as it was when `before`, its log-probabilities, were taken."""
 
     def __init__(self, trainer, sampler, batch, before, base, limit, need, version, seed):
         """base: mean |dlogp| of the two sides before; limit: the check's; need: by how much a change must move the trainer."""
-        self.trainer, self.sampler, self.batch, self.before = trainer, sampler, batch, np.concatenate(before)
+        self.trainer, self.sampler, self.batch, self.before = trainer, sampler, batch, before
         self.base, self.limit, self.need, self.version, self.seed = base, limit, need, version, seed
 
     def disagree(self, std, only=None):
@@ -48,20 +62,13 @@ class Parts:
         as it takes to move the trainer."""
         self.version += 1
         with trainer_turn(self.trainer, self.sampler):
-            for attempt in range(8):
-                self.trainer.perturb(std, self.seed, only)
-                mine = np.concatenate(merge(self.trainer.logprobs(self.batch), len(self.batch["tokens"])))
-                moved = float(np.abs(mine - self.before).mean())
-                if moved >= self.need or attempt == 7:
-                    break
-                self.trainer.restore_adapter()
-                std *= min(max(1.2 * self.need / max(moved, 1e-12), 1.5), 4)
+            mine, moved, _ = enlarge(self.trainer, self.batch, self.before, self.need, std, self.seed, 8, only)
         try:
             sync.publish(self.trainer, self.sampler, self.version)
-            theirs = np.concatenate(spread(self.sampler, "score", (self.batch["tokens"], self.batch["n_prompt"])))
+            theirs = spread(self.sampler, "score", (self.batch["tokens"], self.batch["n_prompt"]))
         finally:
             self.trainer.restore_adapter()
-        return not np.abs(theirs - mine).mean() <= allowed(self.limit, self.base, moved)
+        return not np.abs(np.concatenate(theirs) - np.concatenate(mine)).mean() <= allowed(self.limit, self.base, moved)
 
 
 def adapter(parts, paths, std):

@@ -81,19 +81,11 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     batch, decoded = decode()
     s0, again = on_sampler(batch), on_sampler(batch)
 
-    # 2. Calibrate: noise that moves the trainer enough. Enlarged in small strides: a model that is sure of its answers first
-    # hardly moves and then all at once, and a change of nats would be drowned in rounding
-    need, std = STALE_FACTOR[dtype] * mean_limit, FIRST[dtype]
+    # 2. Calibrate: noise that moves the trainer enough
+    need = STALE_FACTOR[dtype] * mean_limit
     with trainer_turn(trainer, sampler):
         t0 = on_trainer(batch)
-        for attempt in range(12):
-            trainer.perturb(std, seed)
-            t1 = on_trainer(batch)
-            moved = float(np.abs(np.concatenate(t1) - np.concatenate(t0)).mean())
-            if moved >= need or attempt == 11:
-                break
-            trainer.restore_adapter()
-            std *= min(max(1.2 * need / max(moved, 1e-12), 1.5), 4)
+        t1, moved, std = localise.enlarge(trainer, batch, t0, need, FIRST[dtype], seed, 12)
     row(1, "agree, prefill", s0, t0, of=batch)
     base = row(1, "agree, decode", decoded, t0, of=batch).mean()
     noise = row(1, "sampler, asked twice", again, s0, lambda d: d.max() <= REPEAT[dtype]).max()

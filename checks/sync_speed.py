@@ -33,7 +33,7 @@ FLASH = dict(hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=288,
 # model widths, adapter rank, rank of the routed experts' adapters, shared or each
 SHAPES = {"glm5p3": (GLM5P3, 32, 32, "shared"), "flash": (FLASH, 64, 8, "each"), "tiny": ({}, 8, 8, "shared"),
           "tiny-each": ({}, 16, 8, "each")}
-FILE, ALIAS, TWIN = 1001, 1002, 1003          # vLLM's adapter ids; ours are version + 1
+FILE, ALIAS = 1001, 1002                      # vLLM's adapter ids; ours are version + 1
 
 
 @dataclasses.dataclass
@@ -103,11 +103,7 @@ class Worker(Receiver):
         flat, let_go = sync.take(ticket)
         flat = flat.clone()                                   # vLLM keeps views of it; the sender's buffer must be free again
         let_go()
-        manager, unique = self.model_runner.lora_manager, {}
-        for e in header.entries:
-            count = torch.Size(e.shape).numel()
-            dtype = sync.DTYPES[e.dtype]
-            unique[e.key] = flat[e.offset:e.offset + count * dtype.itemsize].view(dtype).view(e.shape)
+        manager, unique = self.model_runner.lora_manager, sync.views(header, flat)
         helper = PEFTHelper.from_dict(dict(r=rank, lora_alpha=rank, target_modules=["x"], bias="none", peft_type="LORA"))
         names = dict(peft_folder.public(unique, self.model_config.hf_text_config.n_routed_experts))
         lora = LoRAModel.from_lora_tensors(lora_model_id=adapter_id, tensors=names, peft_helper=helper, device=str(self.device),
@@ -318,17 +314,9 @@ def compare(engine, request, seconds, ours):
 
 def pack_plain(tensors, rank, experts):
     """Like sync.pack, without checksums: the alias way has none."""
-    import torch
-
     from common import sync
-    entries, end = [], 0
-    for key, t in tensors.items():
-        entries.append(sync.Entry(key, list(t.shape), str(t.dtype).removeprefix("torch."), end, 0))
-        end += -(-t.nbytes // sync.ALIGN) * sync.ALIGN
-    flat = torch.empty(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    for e, t in zip(entries, tensors.values()):
-        flat[e.offset:e.offset + t.nbytes].copy_(t.view(torch.uint8).flatten())
-    return sync.Header(0, "", rank, experts, end, entries).to_json(), flat
+    entries, flat = sync.lay(tensors, [0] * len(tensors))
+    return sync.Header(0, "", rank, experts, flat.numel(), entries).to_json(), flat
 
 
 def copy_rate(size=2 << 30, rounds=10):

@@ -61,6 +61,17 @@ def table(rows, header=None):
     return "\n".join("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, width, right)).rstrip() for row in cells)
 
 
+def report(rows, problems):
+    """Print a plan: `rows` of what will be done, a line for each of the `problems` that forbid it, and the verdict; returns the
+    problems."""
+    if rows:
+        print(table(rows))
+    for sentence in problems:
+        print(f"problem: {sentence}")
+    print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
+    return problems
+
+
 def progress(iterable, total=None, desc=""):
     """The items of `iterable`, with a bar on stderr when that is a terminal."""
     if not sys.stderr.isatty():

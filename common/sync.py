@@ -66,18 +66,33 @@ def pack(tensors, *, version, base, rank, experts):
     """(Header, flat uint8 buffer on the tensors' device) of {neutral key: tensor}."""
     if not tensors:
         raise Stop("the adapter is empty: no trainable tensor to publish")
+    entries, flat = lay(tensors, checksums(list(tensors.values())))
+    return Header(version, base, rank, experts, flat.numel(), entries), flat
+
+
+def lay(tensors, sums):
+    """(entries, flat uint8 buffer) of {neutral key: tensor}, one after the other; sums: their checksums."""
     entries, end = [], 0
-    for (key, t), total in zip(tensors.items(), checksums(list(tensors.values()))):
+    for (key, t), total in zip(tensors.items(), sums):
         entries.append(Entry(key, list(t.shape), str(t.dtype).removeprefix("torch."), end, total))
         end += -(-t.nbytes // ALIGN) * ALIGN
     flat = torch.zeros(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     for e, t in zip(entries, tensors.values()):
         flat[e.offset:e.offset + t.nbytes].copy_(t.detach().contiguous().view(torch.uint8).flatten())
-    return Header(version, base, rank, experts, end, entries), flat
+    return entries, flat
 
 
 def unpack(header, flat):
     """{neutral key: view of the buffer}; raises Stop if a tensor does not have the checksum that its sender gave it."""
+    out = views(header, flat)
+    for e, found in zip(header.entries, checksums(list(out.values()))):
+        if found != e.checksum:
+            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
+    return out
+
+
+def views(header, flat):
+    """{neutral key: view of the buffer}, not looked into."""
     if flat.numel() != header.nbytes:
         raise Stop(f"version {header.version} arrived with {flat.numel()} of {header.nbytes} bytes")
     out = {}
@@ -87,9 +102,6 @@ def unpack(header, flat):
         if e.key in out:
             raise Stop(f"version {header.version} holds {e.key} twice")
         out[e.key] = view
-    for e, found in zip(header.entries, checksums(list(out.values()))):
-        if found != e.checksum:
-            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
     return out
 
 

@@ -116,11 +116,7 @@ def plan(cfg):
                 rows.append(("", f"note: it names {base or 'no model'} as its base, by name not {Path(c.model).name}"))
         except cli.Stop as stop:
             problems.append(str(stop))
-    print(cli.table(rows))
-    for sentence in problems:
-        print(f"problem: {sentence}")
-    print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
-    return problems
+    return cli.report(rows, problems)
 
 
 def positions(model):

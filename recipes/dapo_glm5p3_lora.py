@@ -136,7 +136,7 @@ def plan(cfg):
               "cpu_ranks", "tp", "ep", "pp", "sampler_tp")
     problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
     if problems:                                              # the arithmetic below divides by them
-        return report([], problems)
+        return cli.report([], problems)
     answers, mini = c.prompts_per_step * c.group_size, c.prompts_per_step // c.updates_per_step
     rows = [
         ("answers a step", f"{c.prompts_per_step} prompts x {c.group_size} = {answers:,}"),
@@ -193,16 +193,7 @@ def plan(cfg):
             must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
     must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
-    return report(rows, problems)
-
-
-def report(rows, problems):
-    if rows:
-        print(cli.table(rows))
-    for sentence in problems:
-        print(f"problem: {sentence}")
-    print("plan: OK" if not problems else f"plan: {len(problems)} problem{'s' * (len(problems) > 1)}", flush=True)
-    return problems
+    return cli.report(rows, problems)
 
 
 # -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
