@@ -33,6 +33,7 @@ class Config:
     micro_batch: int = 16384         # tokens
     recompute: str = "none"          # none or full
     vocabulary: int = 154880
+    backend: str = "torch"           # torch, te (Transformer Engine) or te-fp8 (its block-scaled FP8 products)
     rounds: int = 3
     profile: bool = False            # also the ten kernels that take longest
     out: str = ""                    # write the result there as JSON
@@ -81,6 +82,8 @@ def main():
     cfg = cli.parse(Config, doc=__doc__)
     if cfg.mode not in ("lora", "full") or cfg.shape not in ("glm5p3", "tiny"):
         raise cli.Stop(f"--mode is {cfg.mode!r} (lora or full), --shape {cfg.shape!r} (glm5p3 or tiny)")
+    if cfg.backend not in ("torch", "te", "te-fp8"):
+        raise cli.Stop(f"--backend is {cfg.backend!r}: torch, te or te-fp8")
     import numpy as np
     import torch
 
@@ -99,7 +102,8 @@ def main():
     trainer.weights.load = lambda model, *_: None             # random weights; a checkpoint of this width would take the disk
     lora = dict(lora_rank=32, lora_alpha=32, experts="shared", lora_targets=[t for t in trainer.lora.TARGETS if t != "kv_b_proj"])
     rank = trainer.TrainerRank(0, 1, folder, dtype="bfloat16" if cuda else "float32", max_tokens=cfg.micro_batch,
-                               recompute=cfg.recompute, **(lora if cfg.mode == "lora" else {}))
+                               recompute=cfg.recompute, te=cfg.backend != "torch",
+                               fp8="blockwise" if cfg.backend == "te-fp8" else None, **(lora if cfg.mode == "lora" else {}))
     rank.load(str(folder / "rendezvous"))
     scale = cfg.tokens / sum(n * k for n, k in MIX)
     lengths = [max(8, int(n * min(1, scale))) for n, k in MIX for _ in range(max(1, int(k * max(1, scale))))]

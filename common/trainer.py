@@ -44,16 +44,21 @@ class TrainerRank:
 
     def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
-                 max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0):
+                 max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
+                 te=glm5p3.HAVE_TE, fp8=None):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates,
         then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or
-        'full' (every layer)."""
+        'full' (every layer). te: Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products,
+        'blockwise' (Hopper) or 'mxfp8' (Blackwell), None for `dtype`."""
+        if fp8 and not te:
+            raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.world, self.folder, self.dtype = rank, world, Path(model), DTYPES[dtype]
         self.layout = dict(tp=tp, pp=pp, ep=ep)
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
+        self.te, self.fp8 = te, fp8
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
@@ -91,9 +96,11 @@ class TrainerRank:
         self.hf = glm5p3.read_config(self.folder)
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         extra = {} if self.recompute == "none" else full
-        self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, **extra)
+        if self.fp8:
+            extra |= dict(fp8="e4m3", fp8_recipe=self.fp8, moe_router_padding_for_quantization=True)
+        self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, te=self.te, **extra)
         # to(device): mcore leaves the router's weight on the host until its first use
-        self.model = glm5p3.build(cfg, self.hf.vocab_size).to(device())
+        self.model = glm5p3.build(cfg, self.hf.vocab_size, self.te).to(device())
         weights.load(self.model, cfg, self.folder)
         if self.lora["rank"]:
             lora.add(self.model, cfg, **self.lora)
@@ -201,7 +208,8 @@ class TrainerRank:
             raise Stop(f"{len(lengths)} sequences do not fill {n} micro-batches on each of {len(ranks)} data-parallel ranks: "
                        f"use fewer ranks, longer micro-batches (max_tokens is {self.max_tokens}) or more sequences")
         mine = ranks[mpu.get_data_parallel_rank()]
-        return [pack(batch, sorted(mine[j] for j in part), self.layout["tp"]) for part in deal([lengths[i] for i in mine], n)]
+        rows = self.layout["tp"] * (32 if self.fp8 else 1)         # FP8 products want whole blocks of rows on every tensor rank
+        return [pack(batch, sorted(mine[j] for j in part), rows) for part in deal([lengths[i] for i in mine], n)]
 
     def _run(self, micros, loss_of, forward_only=False):
         def step(data, model):
