@@ -1,5 +1,30 @@
 """Trainer and sampler in the test's own process, behind the same interface as cluster.Group: no Ray, so a test can
 reach inside."""
+from common.receive import Receiver, answered
+
+
+class Worker(Receiver):
+    """A sampler's worker whose GPU can be filled up."""
+
+    @answered
+    def fill(self):
+        import torch
+        torch.cuda.empty_cache()
+        self.filling = []
+        for size in (1 << 30, 1 << 24, 1 << 20):
+            try:
+                while True:
+                    self.filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                pass
+        return {}
+
+    @answered
+    def empty(self):
+        import torch
+        del self.filling
+        torch.cuda.empty_cache()
+        return {}
 
 
 class Local:

@@ -47,7 +47,7 @@ def engine(folder):
     # prompts longer than a batch: their prefill comes in chunks
     room, batch = (4096, 1024) if CUDA else (192, 64)
     return SamplerEngine(folder, dtype=DTYPE, max_model_len=room, max_num_seqs=16, max_num_batched_tokens=batch, lora_rank=16,
-                         gpu_memory_utilization=0.4)
+                         gpu_memory_utilization=0.4, vllm_args=dict(worker_extension_cls="checks.local.Worker"))
 
 
 @pytest.fixture(scope="module", params=["shared", "each"])
@@ -328,6 +328,52 @@ def test_vllm_loads_the_exported_folder_as_what_was_trained(trainer, engine, pro
     assert decode.max() <= MAX and prefill.max() <= MAX and decode.mean() <= MEAN, f"{decode.mean():.1e} {prefill.max():.1e}"
     sync.publish(Local(trainer), Local(engine), next_version(engine))              # and the engine goes on
     assert scored(trainer, engine, prompts)[0].max() <= MAX
+
+
+def test_a_receiver_without_memory_keeps_the_old_version(trainer, engine, prompts, monkeypatch):
+    set_family(trainer, None)
+    sync.publish(Local(trainer), Local(engine), next_version(engine))
+    _, _, batch = scored(trainer, engine, prompts)
+    before, version = engine.score(batch["tokens"], batch["n_prompt"]), engine.version
+    set_family(trainer, None, 2 * SIZE)
+    if CUDA:
+        engine._rpc("fill")
+    else:
+        real = torch._foreach_copy_
+
+        def half(regions, sources):                                    # some of the slot is written
+            real(regions[::2], sources[::2])
+            raise torch.OutOfMemoryError("no room")
+        monkeypatch.setattr("common.receive.copy", half)
+    try:
+        sync.publish(Local(trainer), Local(engine), version + 1)
+    except Stop as error:
+        assert "the samplers keep the version before it: rank 0: OutOfMemoryError: " in str(error)
+        assert engine.version == version
+    else:
+        assert CUDA and engine.version == version + 1, "on a full card it may fit yet, on the CPU this must fail"
+    if CUDA:
+        engine._rpc("empty")
+    monkeypatch.undo()
+    after = engine.score(batch["tokens"], batch["n_prompt"])
+    assert (engine.version == version) == all(np.array_equal(a, b) for a, b in zip(before, after))
+    sync.publish(Local(trainer), Local(engine), next_version(engine))    # and what the failure left in the slot does not show
+    decode, prefill, _ = scored(trainer, engine, prompts)
+    assert max(decode.max(), prefill.max()) <= MAX
+
+
+def test_a_second_version_waits_for_the_first(trainer, engine):
+    set_family(trainer, None)
+    version = next_version(engine)
+    first = trainer.offer(version)
+    with pytest.raises(Stop, match="still on offer: two publishes at once"):
+        trainer.offer(version + 1)
+    engine.stage(first["header"], first["ticket"])
+    with pytest.raises(Stop, match=f"version {version} is staged here and neither committed nor aborted"):
+        engine.stage(first["header"], first["ticket"])
+    engine.abort(version)
+    trainer.release()
+    sync.publish(Local(trainer), Local(engine), version)
 
 
 class Scribbles(Local):

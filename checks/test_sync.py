@@ -67,7 +67,7 @@ def test_checksum_does_not_depend_on_the_piece_size():
 
 def test_checksum_against_its_formula():
     """In Python's own integers, for a size that is whole words and one that is not."""
-    for t in (torch.arange(6, dtype=torch.int64) - 3, torch.tensor([1, -2, 3], dtype=torch.int16)):
+    for t in (torch.arange(6, dtype=torch.int64) - 3, torch.tensor([1, 254, 3], dtype=torch.uint8)):
         total = 0
         for i, v in enumerate(t.tolist(), 1):
             w = i * checksum.GOLDEN % 2**64
@@ -93,14 +93,25 @@ def test_part_sums():
 def test_the_gpu_kernel_gives_the_same_sums():
     """In Triton's interpreter; on a GPU the kernel itself."""
     program = """
+import numpy
 import torch
 from common import checksum
 g = torch.Generator().manual_seed(0)
 tensors = [torch.randn(n, generator=g).to(d) for n, d in ((4, torch.bfloat16), (9000, torch.float32), (40000, torch.bfloat16))]
 tensors.append(torch.randn(8, 4, 100, generator=g))
 device = "cuda" if torch.cuda.is_available() else "cpu"
-words = [checksum._words(t.to(device), n) for t, n in zip(tensors, (1, 1, 1, 8))]
-assert checksum._many(words) == [[checksum._one(row) for row in b] for b in words]
+# slots larger than an adapter's rank: rows of A that end early, columns of B with a gap after each row
+room = torch.randn(8, 64, 32, generator=g).to(device)
+cases = [(t.to(device), n) for t, n in zip(tensors, (1, 1, 1, 8))] + [(room[:, :8], 8), (room[:, :, :8], 8), (room[0, :, :8], 1)]
+tables = [checksum._table(t, n) for t, n in cases]
+wanted = [checksum._one(part) for t, n in cases for part in checksum._words(t, n)]
+found = checksum._many(torch.from_numpy(numpy.concatenate(tables, 1)).to(device), max(int(x[1].max()) for x in tables))
+assert found.tolist() == wanted, (found, wanted)
+assert checksum._table(room[:, :, :1], 8) is None and checksum._table(room[:, ::2, 1:3], 8) is None
+if device == "cuda":
+    assert [x for sums in checksum.Reader(*zip(*cases))() for x in sums] == wanted
+    flat = torch.randint(0, 256, (4096,), dtype=torch.uint8, device=device)
+    assert checksum.flat_sums(flat, [0, 64, 1024], [64, 800, 3072]) == checksum.checksums([flat[:64], flat[64:864], flat[1024:]])
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
     subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=300)
@@ -189,6 +200,23 @@ def test_one_engine_that_cannot_stage_leaves_the_old_version_everywhere():
 def test_a_rank_that_holds_something_else_stops_the_run():
     with pytest.raises(Stop, match="1 of 2 sampler ranks hold 0123, the trainer sent"):
         sync.publish(Local(Trainer()), Local(Sampler(), Sampler(holds="0123")), 5)
+
+
+def test_one_publish_at_a_time():
+    class Impatient(Sampler):
+        def stage(self, header, ticket):
+            super().stage(header, ticket)
+            with pytest.raises(Stop, match="version 6 was not published: another publish is running"):
+                sync.publish(Local(trainer), Local(self), 6)
+    trainer, a = Trainer(), Impatient()
+    assert sync.publish(Local(trainer), Local(a), 5)["version"] == a.version == 5 and trainer.released == 1
+    memory = sync.SharedMemory()
+    memory.offer(packed()[1])
+    with pytest.raises(Stop, match="policy-.* is still on offer: two publishes at once"):
+        memory.offer(packed()[1])
+    memory.release()
+    memory.offer(packed()[1])
+    memory.release()
 
 
 def test_replicas_that_differ_and_a_sampler_without_a_trainer_on_its_node_are_refused():

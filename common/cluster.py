@@ -58,8 +58,9 @@ class Group:
             except ray.exceptions.RayActorError as error:
                 raise Stop(f"{self.name} {futures.index(done[0])} died during {verb} ({_reason(error)})") from error
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, Stop):
-                    raise Stop(f"{self.name} {futures.index(done[0])}, {verb}: {error.cause}") from error
+                # torch.OutOfMemoryError by its name: the driver does without torch
+                if isinstance(error.cause, Stop) or type(error.cause).__name__ == "OutOfMemoryError":
+                    raise Stop(f"{self.name} {futures.index(done[0])}, {verb}: {str(error.cause).splitlines()[0]}") from error
                 for other in ray.wait(left, num_returns=len(left), timeout=10)[0] if left else ():
                     try:                  # a rank whose peer died fails too, and may say so first
                         ray.get(other)

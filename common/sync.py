@@ -7,102 +7,149 @@ two-phase: every engine *stages* the bundle beside the version that it serves; o
 version serving everywhere.
 """
 import dataclasses
+import functools
 import hashlib
 import json
 import mmap
 import os
 import struct
+import threading
 import uuid
 from pathlib import Path
 
 import torch
 
-from common.checksum import checksums
+from common.checksum import flat_sums
 from common.cli import Stop
 
 ALIGN = 64   # bytes; every tensor starts on a cache line, so that a view of any dtype is aligned
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Entry:
     key: str         # neutral name: layers.5.mlp.experts.gate_proj.lora_A
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: str
     offset: int      # bytes into the flat buffer
-    checksum: int
+
+    @property
+    def nbytes(self):
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
 
 @dataclasses.dataclass
 class Header:
     """What a bundle holds. `experts`: 'shared' (one adapter for all routed experts of a layer), 'each' (leading expert
-    dimension) or None."""
+    dimension) or None. layout: the entries as JSON, the same text for every version of one adapter, so that both ends work
+    out only once what follows from it."""
     version: int
     base: str        # fingerprint of the base model that the adapter belongs to
     rank: int
     experts: str | None
     nbytes: int
-    entries: list[Entry]
+    sums: list[int]  # checksum of every entry, in order
+    layout: str
+
+    @property
+    def entries(self):
+        return _entries(self.layout)
 
     @property
     def fingerprint(self):
-        return combine((e.key, e.checksum) for e in self.entries)
+        return combine(zip((e.key for e in self.entries), self.sums))
 
     def to_json(self):
-        return json.dumps(dataclasses.asdict(self))
+        """Two lines of JSON: what changes with the version, and the layout."""
+        return json.dumps({k: v for k, v in vars(self).items() if k != "layout"}) + "\n" + self.layout
 
     @staticmethod
     def from_json(text):
-        raw = json.loads(text)
-        return Header(**{**raw, "entries": [Entry(**e) for e in raw["entries"]]})
+        head, _, layout = text.partition("\n")
+        return Header(**json.loads(head), layout=layout)
+
+
+@functools.lru_cache(8)
+def _entries(layout):
+    return [Entry(key, tuple(shape), dtype, offset) for key, shape, dtype, offset in json.loads(layout)]
 
 
 def combine(pairs):
     """One short name for a set of (key, checksum), whatever their order."""
-    return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(f"{key} {total}" for key, total in sorted(pairs)).encode()).hexdigest()[:16]
 
 
 def pack(tensors, *, version, base, rank, experts):
     """(Header, flat uint8 buffer on the tensors' device) of {neutral key: tensor}."""
     if not tensors:
         raise Stop("the adapter is empty: no trainable tensor to publish")
-    entries, flat = lay(tensors, checksums(list(tensors.values())))
-    return Header(version, base, rank, experts, flat.numel(), entries), flat
+    layout, flat = lay(tensors)
+    return Header(version, base, rank, experts, flat.numel(), sums_of(layout, flat), layout), flat
 
 
-def lay(tensors, sums):
-    """(entries, flat uint8 buffer) of {neutral key: tensor}, one after the other; sums: their checksums."""
-    entries, end = [], 0
-    for (key, t), total in zip(tensors.items(), sums):
-        entries.append(Entry(key, list(t.shape), str(t.dtype).removeprefix("torch."), end, total))
-        end += -(-t.nbytes // ALIGN) * ALIGN
-    flat = torch.zeros(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    for e, t in zip(entries, tensors.values()):
-        flat[e.offset:e.offset + t.nbytes].copy_(t.detach().contiguous().view(torch.uint8).flatten())
-    return entries, flat
+def lay(tensors):
+    """(layout, flat uint8 buffer) of {neutral key: tensor}, one after the other."""
+    layout, nbytes = _laid(tuple((key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()))
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    torch._foreach_copy_(_views(layout, flat), [t.detach() for t in tensors.values()])
+    return layout, flat
+
+
+@functools.lru_cache(8)
+def _laid(signature):
+    rows, end = [], 0
+    for key, shape, dtype in signature:
+        rows.append([key, shape, dtype, end])
+        end += -(-Entry(key, shape, dtype, end).nbytes // ALIGN) * ALIGN
+    return json.dumps(rows), end
+
+
+def sums_of(layout, flat):
+    """The checksums of a bundle's entries, in order."""
+    return flat_sums(flat, *_spans(layout))
+
+
+@functools.lru_cache(8)
+def _spans(layout):
+    return [e.offset for e in _entries(layout)], [e.nbytes for e in _entries(layout)]
 
 
 def unpack(header, flat):
     """{neutral key: view of the buffer}; raises Stop if a tensor does not have the checksum that its sender gave it."""
-    out = views(header, flat)
-    for e, found in zip(header.entries, checksums(list(out.values()))):
-        if found != e.checksum:
+    verify(header, flat)
+    return views(header, flat)
+
+
+def verify(header, flat):
+    """Stop if the buffer is not what the header says."""
+    if flat.numel() != header.nbytes:
+        raise Stop(f"version {header.version} arrived with {flat.numel()} of {header.nbytes} bytes")
+    if flat.storage_offset():
+        raise ValueError("a bundle's buffer must begin where its memory begins: offsets are counted from there")
+    for e, sent, found in zip(header.entries, header.sums, sums_of(header.layout, flat), strict=True):
+        if found != sent:
             raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
-    return out
 
 
 def views(header, flat):
     """{neutral key: view of the buffer}, not looked into."""
-    if flat.numel() != header.nbytes:
-        raise Stop(f"version {header.version} arrived with {flat.numel()} of {header.nbytes} bytes")
-    out = {}
-    for e in header.entries:
-        count = torch.Size(e.shape).numel()
-        view = flat[e.offset:e.offset + count * DTYPES[e.dtype].itemsize].view(DTYPES[e.dtype]).view(e.shape)
-        if e.key in out:
-            raise Stop(f"version {header.version} holds {e.key} twice")
-        out[e.key] = view
-    return out
+    return dict(zip((e.key for e in header.entries), _views(header.layout, flat)))
+
+
+def _views(layout, flat):
+    return pick(flat, _strides(layout))
+
+
+def pick(flat, places):
+    """Views of the buffer at [(dtype, (shape, stride, offset in elements))]."""
+    typed = {dtype: flat.view(dtype) for dtype, _ in places}
+    return [typed[dtype].as_strided(*where) for dtype, where in places]
+
+
+@functools.lru_cache(8)
+def _strides(layout):
+    return [(DTYPES[e.dtype], (e.shape, torch.empty(e.shape, device="meta").stride(), e.offset // DTYPES[e.dtype].itemsize))
+            for e in _entries(layout)]
 
 
 class SharedMemory:
@@ -113,8 +160,9 @@ class SharedMemory:
         self._file = None
 
     def offer(self, flat):
-        """Put the buffer where receivers can map it; returns its ticket. At most one buffer is offered at a time."""
-        self.release()
+        """Put the buffer where receivers can map it; returns its ticket. One buffer at a time."""
+        if self._file is not None:
+            raise Stop(f"{self._file} is still on offer: two publishes at once")
         for old in self.folder.glob("policy-*"):            # of a sender that was killed while it offered
             if not Path("/proc", old.name.split("-")[1]).exists():
                 old.unlink(missing_ok=True)
@@ -149,6 +197,8 @@ class CudaIpc:
             raise Stop("PYTORCH_CUDA_ALLOC_CONF has expandable_segments on: such memory cannot be shared between processes, "
                        "switch it off")
         from torch.multiprocessing.reductions import reduce_tensor
+        if self._flat is not None:
+            raise Stop(f"a buffer of {self._flat.numel():,} bytes is still on offer: two publishes at once")
         torch.cuda.synchronize()
         self._flat = flat
         args = reduce_tensor(flat)[1]
@@ -194,13 +244,26 @@ def base_fingerprint(folder):
     return digest.hexdigest()[:16]
 
 
+_publishing = threading.Lock()
+
+
 def publish(trainer, sampler, version):
     """Bring the trainer's adapter, as it is now, to every sampler engine as `version`. Returns {bytes, tensors,
     fingerprint, ...}.
 
     trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old version
-    keeps serving.
+    keeps serving. An answer that is being sampled is finished first, by the version that began it: an engine takes one call
+    at a time.
     """
+    if not _publishing.acquire(blocking=False):
+        raise Stop(f"version {version} was not published: another publish is running")
+    try:
+        return _publish(trainer, sampler, version)
+    finally:
+        _publishing.release()
+
+
+def _publish(trainer, sampler, version):
     try:
         header = _stage(trainer, sampler, version)
     except BaseException as error:                           # Ctrl-C too: the buffer must not stay in /dev/shm
@@ -218,7 +281,7 @@ def publish(trainer, sampler, version):
         raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, "
                    f"the trainer sent {header.fingerprint}")
     return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries),
-            "checksums": {e.key: e.checksum for e in header.entries}, "ranks": len(held)}
+            "checksums": {e.key: total for e, total in zip(header.entries, header.sums)}, "ranks": len(held)}
 
 
 def _stage(trainer, sampler, version):
