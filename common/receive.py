@@ -49,7 +49,8 @@ class Receiver:
         if self.adapter_versions and header.version <= max(self.adapter_versions):
             raise Stop(f"version {header.version} is not newer than version {max(self.adapter_versions)}, which is here")
         if self.__dict__.get("adapter_staged"):
-            raise Stop(f"version {self.adapter_staged[0].version} is staged here and neither committed nor aborted: two publishes at once")
+            raise Stop(f"version {self.adapter_staged[0].version} is staged here and neither committed nor aborted: "
+                       "two publishes at once")
         slot = self._free_slot(adapters)
         flat, let_go = take(ticket)
         try:
