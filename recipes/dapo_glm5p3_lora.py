@@ -25,6 +25,7 @@ during them.
 import dataclasses
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli  # noqa: E402
+from common import cli, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -79,6 +80,7 @@ class Config:
     # parallelism: every node is one trainer replica and one sampler engine on the same 8 GPUs
     nodes: int = 4
     gpus_per_node: int = 8                   # 0: on the CPU
+    gpu_memory_gib: float = 267              # as torch reports it: B300 (sold as 288 GB) 267, B200 178, H200 139; plan only
     cpu_ranks: int = 1                       # trainer ranks and sampler engines when gpus_per_node is 0
     tp: int = 8                              # tensor, expert and pipeline parallel size of the trainer
     ep: int = 8
@@ -100,6 +102,7 @@ class Config:
     keep: int = 3                            # checkpoints
     wandb: str = "offline"                   # off, offline or online
     check: bool = True                       # five-step check before the first step and after a resume
+    gpu_price: float = 0.0                   # $ for an hour of one GPU; plan only
     plan: bool = False                       # print the plan and stop
     resume: bool = False
     rehearse: bool = False
@@ -178,22 +181,83 @@ def plan(cfg):
     must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
     for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
-                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk"):
+                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk",
+                 "gpu_memory_gib"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
+    if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
+        rows += memory_and_time(c, must)
     here = len(glob.glob("/dev/nvidia[0-9]*"))
     must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
          f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
     must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
          f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
+    for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
+        must(importlib.util.find_spec(package), f"package {package} is missing: pip install -r requirements.txt")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     if not c.rehearse:                                        # the rehearsal makes its own
         must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
+        lost = (Path(c.model) / "config.json").is_file() and size.missing(c.model)
+        must(not lost, lost)
         for path in (c.train_data, c.eval_data):
             must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
     must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
     return cli.report(rows, problems)
+
+
+def memory_and_time(c, must):
+    """Rows on the memory of GPU, host and disk, on hours and cost; `must` gets what does not fit. Computed by common/size.py from
+    the model's config, not measured."""
+    try:
+        hf = size.read(c.model)
+    except cli.Stop as stop:
+        must(False, str(stop))
+        return []
+    for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
+        must(False, sentence)
+    if c.dtype != "bfloat16":
+        return [("memory", f"not computed for {c.dtype}")]
+    longest, card = c.max_prompt_tokens + c.max_response_tokens, c.gpu_memory_gib * size.GIB
+    lora = dict(rank=c.lora_rank, targets=c.lora_targets, experts=c.lora_experts)
+    unique, public, tensors, _ = size.adapter(hf, **lora)
+    trainer = size.trainer(hf, tp=c.tp, ep=c.ep, pp=c.pp, dp=c.dp, lora=lora, recompute=c.recompute, chunk=c.logprob_chunk,
+                           tokens=max(c.max_tokens_per_micro_batch, longest), longest=longest)
+    sampler = size.sampler(hf, tp=c.sampler_tp, card=card, utilization=c.gpu_memory_utilization, max_num_seqs=c.max_num_seqs,
+                           batched=max(longest + 1, 2048), rank=c.lora_rank)
+    kv, answer = sampler["KV cache"], longest * size.kv_per_token(hf)
+    # trainer and sampler take turns on a card; the one that rests keeps a little of it, and a publish passes beside both
+    update = trainer | {f"sampler's {k}": sampler[k] for k in ("CUDA graphs", "context")}
+    sampling = sampler | {"trainer's adapter and optimizer": sum(trainer[k] for k in ("adapter", "gradients", "optimizer")),
+                          "trainer's context": trainer["context"], "adapter gathered and packed": 4 * unique}
+    room = (1 - size.SPARE) * card
+    for what, parts, limit in (("an update", update, room),
+                               ("the sampler", sampler | {"KV cache": answer}, c.gpu_memory_utilization * card),
+                               (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", sampling, room)):
+        must(not (sentence := size.too_large(what, parts, limit)), sentence)
+    host = size.host(hf, gpus=c.gpus_per_node, tp=c.tp, ep=c.ep, pp=c.pp, sampler_tp=c.sampler_tp, rank=c.lora_rank)
+    # a checkpoint: every rank's parameters, masters and two moments; one more while the newest is written
+    disk = (c.keep + 1) * c.trainer_ranks * (trainer["adapter"] + 1.5 * trainer["optimizer"])
+    seconds = size.step_seconds(answers=c.prompts_per_step * c.group_size, engines=c.engines, max_num_seqs=c.max_num_seqs,
+                                gpus=c.trainer_ranks, weights=sampler["weights"], bundle=2 * unique)
+    evals, step, export = 1 + -(-c.steps // c.eval_every), sum(seconds.values()), 4 * public
+    hours = (c.steps * step + evals * size.sample_seconds(30 * c.eval_samples, c.engines, c.max_num_seqs)) / 3600
+    cost = f"${hours * c.trainer_ranks * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "--gpu-price: the cost"
+    if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
+        ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
+        must(ram > host, f"this node has {ram / size.GIB:,.0f} GiB of memory, the copies that sleep need {host / size.GIB:,.0f}")
+        must(free > disk + export, f"{disk / 1e9 + export / 1e9:,.0f} GB are written below runs/, {free / 1e9:,.0f} GB are free")
+    return [
+        ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, {unique / 1e6:.0f}M in the adapter"),
+        ("a GPU in an update", f"{size.listed(update)}; {room / size.GIB:.0f} may be used"),
+        ("a GPU while sampling", size.listed(sampling)),
+        ("KV cache", f"{kv / size.kv_per_token(hf):,.0f} tokens, {kv / answer:.1f} answers of {longest:,}"),
+        ("host memory of a node", f"{host / size.GIB:,.0f} GiB page-locked while the sampler sleeps, beside the system's"),
+        ("a publish", f"{2 * unique / 1e9:.2f} GB in {tensors:,} tensors to each node, {seconds['publish']:.0f} s"),
+        ("disk", f"{disk / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {export / 1e9:,.0f} GB for the final adapter"),
+        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in seconds.items())
+            + f", with {size.ANSWER:,} tokens an answer and published rates"),
+        ("hours", f"about {hours:.0f} with {evals} evaluations of 30 problems: {hours * c.trainer_ranks:,.0f} GPU-hours; {cost}")]
 
 
 # -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
