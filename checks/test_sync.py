@@ -103,13 +103,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # slots larger than an adapter's rank: rows of A that end early, columns of B with a gap after each row
 room = torch.randn(8, 64, 32, generator=g).to(device)
 cases = [(t.to(device), n) for t, n in zip(tensors, (1, 1, 1, 8))] + [(room[:, :8], 8), (room[:, :, :8], 8), (room[0, :, :8], 1)]
-tables = [checksum._table(t, n) for t, n in cases]
-wanted = [checksum._one(part) for t, n in cases for part in checksum._words(t, n)]
-found = checksum._many(torch.from_numpy(numpy.concatenate(tables, 1)).to(device), max(int(x[1].max()) for x in tables))
-assert found.tolist() == wanted, (found, wanted)
+cases += [(room[:, :8], 1), (room[:, :, :8], 1), (room[:, :8, :8], 8), (room[2:4], 2)]
+real = torch.Tensor.is_cuda
+torch.Tensor.is_cuda = True                                  # the table and the kernel in the interpreter too
+found = [x for sums in checksum.Reader(*zip(*cases))() for x in sums]
+torch.Tensor.is_cuda = real
+assert found == [checksum._one(part) for t, n in cases for part in checksum._words(t, n)]
 assert checksum._table(room[:, :, :1], 8) is None and checksum._table(room[:, ::2, 1:3], 8) is None
 if device == "cuda":
-    assert [x for sums in checksum.Reader(*zip(*cases))() for x in sums] == wanted
     flat = torch.randint(0, 256, (4096,), dtype=torch.uint8, device=device)
     assert checksum.flat_sums(flat, [0, 64, 1024], [64, 800, 3072]) == checksum.checksums([flat[:64], flat[64:864], flat[1024:]])
 """

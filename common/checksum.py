@@ -37,15 +37,22 @@ class Reader:
         for t, n in zip(self.tensors, self.parts, strict=True):
             if t.numel() % n:
                 raise ValueError(f"a tensor of {t.numel()} elements has no {n} equal parts")
-        tables = [_table(t, n) if t.is_cuda else None for t, n in zip(self.tensors, self.parts)]
-        self.fast = [i for i, table in enumerate(tables) if table is not None]
-        self.ends = np.cumsum([self.parts[i] for i in self.fast])
-        if self.fast:
-            table = np.concatenate([tables[i] for i in self.fast], axis=1)
+        tables = {i: table for i, (t, n) in enumerate(zip(self.tensors, self.parts))
+                  if t.is_cuda and (table := _table(t, n)) is not None}
+        self.fast = list(tables)
+        if tables:
+            # a part may be read in several pieces, whose sums add up
+            parts = np.array([self.parts[i] for i in tables])
+            pieces = np.repeat([table.shape[1] // n for table, n in zip(tables.values(), parts)], parts)
+            self.first, self.ends = np.cumsum(pieces) - pieces, np.cumsum(parts)[:-1]
+            table = np.concatenate(list(tables.values()), axis=1)
             self.table, self.words = torch.from_numpy(table).to(self.tensors[self.fast[0]].device), int(table[1].max())
 
     def __call__(self):
-        found = dict(zip(self.fast, np.split(_many(self.table, self.words), self.ends[:-1]))) if self.fast else {}
+        found = {}
+        if self.fast:
+            sums = np.add.reduceat(_many(self.table, self.words), self.first)
+            found = dict(zip(self.fast, np.split(sums, self.ends)))
         return [found[i] if i in found else np.array([_one(part) for part in _words(t, n)])
                 for i, (t, n) in enumerate(zip(self.tensors, self.parts))]
 
@@ -55,31 +62,32 @@ def flat_sums(flat, starts, sizes):
     starts, sizes = np.asarray(starts, dtype=np.int64), np.asarray(sizes, dtype=np.int64)
     if flat.is_cuda and len(starts) and not (sizes % 8).any() and sizes.all():
         words = sizes // 8
-        table = torch.from_numpy(np.stack([flat.data_ptr() + starts, words, words, words])).to(flat.device)
+        table = torch.from_numpy(np.stack([flat.data_ptr() + starts, words, words, words, 0 * words])).to(flat.device)
         return _many(table, int(words.max())).tolist()
     return [checksum(flat[a:a + n]) for a, n in zip(starts, sizes)]
 
 
 def _table(t, parts):
-    """What the kernel must know to read a tensor in place, int64 (4, parts): address, words, words of a row, words from row to
-    row. None for one that it cannot: of rows that are not whole words, or not evenly spaced."""
-    size, lead = t.element_size(), parts > 1
-    if not t.numel() or lead and t.shape[0] != parts:
+    """What the kernel must know to read a tensor in place, int64 (5, pieces), as many pieces for each part: address, words, words
+    of a row, words from row to row, number of the piece's first word in its part. None for a tensor that it cannot read: whose
+    rows are not whole words, or which has too many dimensions."""
+    if not t.numel() or parts > 1 and t.shape[0] != parts:
         return None
-    if t.is_contiguous():
-        words = t.numel() // parts * size / 8
-        step, rows = words, (words, words)
+    t = t if parts > 1 else t[None]
+    if t[0].is_contiguous():
+        t = t.view(parts, 1, 1, -1) if t.is_contiguous() else t.flatten(1)[:, None, None]
+    elif t.ndim in (3, 4):
+        t = t if t.ndim == 4 else t[:, None]
     else:
-        shape, stride = t.shape[lead:], t.stride()[lead:]
-        if len(shape) != 2 or stride[1] != 1:
-            return None
-        words, step = shape[0] * shape[1] * size / 8, t.stride(0) * size / 8
-        rows = shape[1] * size / 8, stride[0] * size / 8
-    if t.data_ptr() % 8 or any(x % 1 for x in (words, step, *rows)) or words >= 2 ** 31:
         return None
-    one = np.ones(parts, dtype=np.int64)
-    return np.stack([t.data_ptr() + np.arange(parts, dtype=np.int64) * int(step) * 8, one * int(words), one * int(rows[0]),
-                     one * int(rows[1])])
+    size, (_, pieces, rows, width) = t.element_size(), t.shape
+    steps = [s * size for s in t.stride()[:3]]
+    if t.stride(3) != 1 or t.data_ptr() % 8 or any(n % 8 for n in (width * size, *steps)) or rows * width * size >= 2 ** 34:
+        return None
+    part, piece = (x.flatten() for x in np.meshgrid(np.arange(parts), np.arange(pieces), indexing="ij"))
+    words, one = rows * width * size // 8, np.ones(parts * pieces, dtype=np.int64)
+    return np.stack([t.data_ptr() + part * steps[0] + piece * steps[1], one * words, one * (width * size // 8),
+                     one * (steps[2] // 8), piece * words])
 
 
 def _words(tensor, parts):
@@ -124,13 +132,17 @@ def _kernel():
         words = tl.load(table + i).to(tl.pointer_type(tl.int64))
         count = tl.load(table + n + i)
         width, stride = tl.load(table + 2 * n + i).to(tl.int32), tl.load(table + 3 * n + i)
+        first = tl.load(table + 4 * n + i)
         total = tl.zeros((BLOCK,), dtype=tl.int64)
         for start in range(tl.program_id(1).to(tl.int64) * BLOCK, count, tl.num_programs(1).to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK).to(tl.int64)
-            row = at.to(tl.int32) // width                   # 32 bits: a division of 64 would take longer than the memory
-            word = tl.load(words + row * stride + (at - row * width), mask=at < count, other=0) + SHIFT
+            place = at
+            if width < count:
+                row = at.to(tl.int32) // width               # 32 bits: a division of 64 would take longer than the memory
+                place = row * stride + (at - row * width)
+            word = tl.load(words + place, mask=at < count, other=0) + SHIFT
             word = (word ^ (word >> 32)) * MIX
-            weight = (at + 1) * GOLDEN
+            weight = (first + at + 1) * GOLDEN
             weight = ((weight ^ (weight >> 29)) * MIX) | 1
             total += tl.where(at < count, (word ^ (word >> 29)) * weight, 0)
         tl.atomic_add(sums + i, tl.sum(total))
