@@ -116,7 +116,7 @@ class Receiver:
         return slot
 
     def _plan(self, adapters, header, flat, slot):
-        """What to copy where for this layout and slot: worked out at its first version, which also clears the rest of the slot."""
+        """What to copy where for this layout and slot: worked out at its first version, which clears the rest of it too."""
         same = (header.layout, header.rank, header.experts)
         if self.adapter_plans.get(slot, (None,))[0] != same:
             self.adapter_plans.pop(slot, None)               # the slot is about to change
