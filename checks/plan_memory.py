@@ -1,4 +1,4 @@
-"""Do the memory numbers of common/size.py hold? A model of GLM-5.3's true width and few layers is built on one GPU and trained.
+"""Do the memory numbers of common/memory.py hold? A model of GLM-5.3's true width and few layers is built on one GPU and trained.
 
 python checks/plan_memory.py                        # LoRA: 1 dense + 2 MoE layers of 256 experts, 65,536 packed tokens
 python checks/plan_memory.py --mode full --moe-layers 1 --experts 32
@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checks.train_speed import MIX, likelihood  # noqa: E402
-from common import cli, size  # noqa: E402
+from common import cli, memory  # noqa: E402
 
 TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -119,20 +119,20 @@ def main():
     batch = {"tokens": [rng.integers(3, hf.vocab_size, n).astype(np.int32) for n in lengths],
              "n_prompt": [min(256, n // 4) for n in lengths], "weight": [1 / total] * len(lengths)}
     measured, tokens, longest = kept(rank, lambda: rank.update(batch, likelihood))           # and makes the optimizer's state
-    predicted = size.trainer(hf.to_dict(), **layout, tokens=tokens, longest=longest)
+    predicted = memory.trainer(hf.to_dict(), **layout, tokens=tokens, longest=longest)
     rows = [(what, predicted[what], found) for what, found in held(rank).items()]
     if cfg.recompute == "none":
         rows.append(("kept for the backward pass", predicted["activations"] + predicted["attention masks"], measured))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         rank.update(batch, likelihood)
-        predicted = size.trainer(hf.to_dict(), **layout, tokens=cfg.micro_batch, longest=max(lengths))
+        predicted = memory.trainer(hf.to_dict(), **layout, tokens=cfg.micro_batch, longest=max(lengths))
         predicted.pop("context")
         rows.append(("peak of an update", sum(predicted.values()), torch.cuda.max_memory_allocated()))
     rows = [(what, round(p), m, 100 * (p / m - 1)) for what, p, m in rows]
     print(cli.table([(what, f"{p:,}", f"{m:,}", f"{off:+.2f}") for what, p, m, off in rows],
                     ("what", "predicted, bytes", "measured, bytes", "off, %")), flush=True)
-    print("the peak is made of " + size.listed(predicted) if cuda else "the peak of an update was not measured: no GPU")
+    print("the peak is made of " + memory.listed(predicted) if cuda else "the peak of an update was not measured: no GPU")
     if cfg.out:
         cli.write_atomic(cfg.out, json.dumps({**dataclasses.asdict(cfg), "rows": rows, "predicted": predicted,
                                               "versions": cli.versions()}, indent=1) + "\n")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common import size
+from common import memory, size
 from common.cli import Stop
-from common.size import FLASH, GIB, GLM5P3
+from common.memory import GIB
+from common.size import FLASH, GLM5P3
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, MEMORY = ROOT / "recipes" / "dapo_glm5p3_lora.py", ROOT / "checks" / "plan_memory.py"
@@ -82,10 +83,10 @@ def test_parts_of_a_layer():
 # -- published sizes; the sources mix GB and GiB ---------------------------------------------------------------------
 
 def test_sampler_weights():
-    assert near(size.sampler_weights(GLM5P3, 8) / GIB, 176, 0.5)                         # published as ~176 GiB
-    assert near(size.sampler_weights(GLM5P3, 8, fp8=True) / GIB, 89, 1)                  # ~89 GiB
+    assert near(memory.sampler_weights(GLM5P3, 8) / GIB, 176, 0.5)                         # published as ~176 GiB
+    assert near(memory.sampler_weights(GLM5P3, 8, fp8=True) / GIB, 89, 1)                  # ~89 GiB
     # "TP4 peaked at 173 of 178 GiB": FP8 weights of a sampler at TP 4
-    assert near(size.sampler_weights(GLM5P3, 4, fp8=True) / GIB, 173)
+    assert near(memory.sampler_weights(GLM5P3, 4, fp8=True) / GIB, 173)
 
 
 def test_experts_of_a_full_fine_tuning_rank():
@@ -138,14 +139,14 @@ def peak(parts):
 def test_peak_of_the_lora_update_on_an_h200():
     """results/hardware.md: 76.1 GB; lengths up to 8,192."""
     cut = dict(GLM5P3, num_hidden_layers=3, first_k_dense_replace=1)
-    parts = size.trainer(cut, tp=1, ep=1, lora=dict(rank=32, targets=TARGETS, experts="shared"), tokens=16384, longest=8192)
+    parts = memory.trainer(cut, tp=1, ep=1, lora=dict(rank=32, targets=TARGETS, experts="shared"), tokens=16384, longest=8192)
     assert round(sum(size.parameters(cut).values()) / 1e9, 1) == 22.1 and near(peak(parts), 76.1e9, 2)
 
 
 def test_peak_of_the_full_update_on_an_h200():
     """results/hardware.md: 97.3 GB."""
     cut = dict(GLM5P3, num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=32)
-    parts = size.trainer(cut, tp=1, ep=1, tokens=16384, longest=8192)
+    parts = memory.trainer(cut, tp=1, ep=1, tokens=16384, longest=8192)
     assert round(sum(size.parameters(cut).values()) / 1e9, 1) == 3.7 and near(peak(parts), 97.3e9, 2)
 
 
@@ -154,37 +155,38 @@ def test_peak_of_the_published_full_fine_tuning():
     the GPU. The formula is 7 and 2 % below them with the CUDA context, 9 and 4 % without it; it does not know
     TileLang's buffers."""
     layout = dict(tp=8, ep=64, dp=8, tokens=8192, longest=10240, recompute="selective", chunk=1024)
-    all_off, masters = (size.trainer(GLM5P3, **layout, offload=o) for o in ("all", "masters"))
+    all_off, masters = (memory.trainer(GLM5P3, **layout, offload=o) for o in ("all", "masters"))
     assert near(sum(all_off.values()) / GIB, 117, 7) and not near(sum(all_off.values()) / GIB, 117)
     assert near(sum(masters.values()) / GIB, 157)
     # float32 masters "about 50 GiB": 43.9 GiB, 47.2 GB
     assert round(masters["optimizer"] / GIB, 1) == 43.9 and not near(masters["optimizer"] / 1e9, 50)
-    on_gpu = size.trainer(GLM5P3, **layout)
-    assert "takes 241 GiB a GPU of 178 that it may take: optimizer 132" in size.too_large("an update", on_gpu, B200)
-    assert size.too_large("an update", all_off, 0.95 * B200) is None and "gradients 56" in size.too_large("x", all_off, 100 * GIB)
+    on_gpu = memory.trainer(GLM5P3, **layout)
+    assert "takes 241 GiB a GPU of 178 that it may take: optimizer 132" in memory.too_large("an update", on_gpu, B200)
+    assert memory.too_large("an update", all_off, 0.95 * B200) is None
+    assert "gradients 56" in memory.too_large("an update", all_off, 100 * GIB)
 
 
 def test_peak_of_a_merged_sync():
     """Published: ~151 GiB a GPU in full fine-tuning with FP8 rollouts. Rank-64 LoRA failed by 1.5 GiB of 178 with graphs up to
     512 and ran with 128; rank 256 failed. The last is refused only because a plan keeps 5 % of the card free."""
     layout = dict(tp=8, ep=64, sampler_tp=8, fp8=True)
-    full = size.merged_sync(GLM5P3, **layout, captured=256)
+    full = memory.merged_sync(GLM5P3, **layout, captured=256)
     assert near(sum(v for k, v in full.items() if k not in ("CUDA graphs", "context")) / GIB, 151, 2)
     assert not near(sum(full.values()) / GIB, 151)            # with the graphs and the context it is 9 % more
-    room = (1 - size.SPARE) * B200
-    large, small, wide = (size.merged_sync(GLM5P3, **layout, captured=n, adapter=a) for n, a in (
+    room = (1 - memory.SPARE) * B200
+    large, small, wide = (memory.merged_sync(GLM5P3, **layout, captured=n, adapter=a) for n, a in (
         (512, 0.22e9), (128, 0.22e9), (128, 0.88e9)))
-    assert near(sum(large.values()) / GIB, 178 + 1.5) and size.too_large("a sync", large, room)
-    assert size.too_large("a sync", small, room) is None
-    assert size.too_large("a sync", wide, room).startswith("a sync takes 171 GiB a GPU of 169") and sum(wide.values()) < B200
-    assert size.too_large("a sync", small, (1 - size.SPARE) * H200).startswith("a sync takes 163 GiB a GPU of 132")
+    assert near(sum(large.values()) / GIB, 178 + 1.5) and memory.too_large("a sync", large, room)
+    assert memory.too_large("a sync", small, room) is None
+    assert memory.too_large("a sync", wide, room).startswith("a sync takes 171 GiB a GPU of 169") and sum(wide.values()) < B200
+    assert memory.too_large("a sync", small, (1 - memory.SPARE) * H200).startswith("a sync takes 163 GiB a GPU of 132")
     assert near(full["a layer in reload"] / 1e9, 19, 2)       # "about 19 GiB": GB
     # the same run's two other moments, both with room to spare on a B200
-    sampler = size.sampler(GLM5P3, tp=8, card=B200, utilization=0.8, max_num_seqs=64, batched=8192, fp8=True)
+    sampler = memory.sampler(GLM5P3, tp=8, card=B200, utilization=0.8, max_num_seqs=64, batched=8192, fp8=True)
     assert round(sampler["KV cache"] / GIB, 1) == 43.5
-    update = size.trainer(GLM5P3, tp=8, ep=64, dp=8, lora=dict(rank=64, targets=ALL, experts="shared"), tokens=8192, longest=4608,
-                          recompute="selective", chunk=1024)
-    assert size.too_large("an update", update, room) is None
+    update = memory.trainer(GLM5P3, tp=8, ep=64, dp=8, lora=dict(rank=64, targets=ALL, experts="shared"), tokens=8192,
+                            longest=4608, recompute="selective", chunk=1024)
+    assert memory.too_large("an update", update, room) is None
 
 
 @pytest.mark.parametrize("args", [(), ("--mode", "full")])
@@ -225,6 +227,42 @@ def test_what_a_rank_of_two_holds(tmp_path, experts):
     for rank in ranks:
         out, _ = rank.communicate(timeout=300)
         assert f"HELD {2 * (outside + routed):.0f} {4 * mine:.0f}\n" in out
+
+
+def test_activations_by_hand():
+    """A layer's attention keeps 248,576 bytes a token, an MoE layer's rest 321,856, and the backward pass takes 327,680 more."""
+    s = memory.saved(GLM5P3)
+    assert (s["attention"], s["moe"]) == (
+        6 * 6144 + 6 * 2048 + 4 * 512 + 8 * 64 + 2 * 64 * 5 * 256 + 4 * 64 + 2 * 64 * 256,
+        6 * 6144 + 8 * (2 * 6144 + 10 * 2048) + 10 * 2048 + 8 * 256 + 40 * 8)
+    found = memory.activations(GLM5P3, tokens=1000, longest=1000, recompute="full")
+    assert found == {"activations": 78 * 2 * 6144 * 1000, "attention masks": 0, "logits": 18 * 1000 * 154880 + 6 * 6144 * 1000,
+                     "one layer's backward pass": (248_576 + 321_856 + 327_680) * 1000}
+    long = memory.activations(GLM5P3, tokens=8192, longest=4096, recompute="full", tp=8, chunk=1024)
+    assert long["attention masks"] == 8192 * 4096 * (21 + 2)
+    parts = memory.trainer(GLM5P3, tp=8, ep=8, tokens=8192, longest=4096, recompute="full", chunk=64,
+                           lora=dict(rank=32, targets=TARGETS, experts="shared"))
+    assert "one layer's backward pass" in parts and "logits" not in parts               # never both at once
+    # the larger of two pipeline stages: 39 of 78 layers and of the 75 with experts, and only one of embedding and head
+    both, first = size.on_gpu(GLM5P3, 8, 8), size.on_gpu(GLM5P3, 8, 8, 2)
+    end = 154880 * 6144 / 8
+    assert first[0] - end == pytest.approx((both[0] - 2 * end) / 2) and first[1] == both[1] * 39 / 75
+
+
+def test_small_sums_of_the_sampler():
+    assert memory.kv_per_token(GLM5P3) == 78 * (512 + 64) * 2 + 21 * 132
+    assert memory.graphs(32) == 11 * memory.GRAPHS and round(memory.graphs(256) / GIB) == 14              # 1, 2, 4, 8 ... 64
+    # slots of one MoE layer's experts: 32 of 256 on a rank, each with 2 slots of gate, up and down
+    one, two = (dict(GLM5P3, num_hidden_layers=n, first_k_dense_replace=n - moe, n_routed_experts=e)
+                for n, moe, e in ((2, 1, 256), (2, 1, 512)))
+    assert memory.slots(two, 32, 8) - memory.slots(one, 32, 8) == 2 * 2 * (32 * 3 * 32 * (6144 + 2048) + 32 * 256)
+    assert memory.slots(one, 64, 8, n=1) == memory.slots(one, 32, 8, n=2)
+
+
+def test_rates_give_back_the_published_step():
+    """SkyRL's full fine-tuning: 128 x 12 answers on 64 B200: 410 + 320 + 1,550 s."""
+    found = memory.step_seconds(answers=1536, engines=8, max_num_seqs=256, gpus=64, weights=0, bundle=0.62e9)
+    assert [round(found[k]) for k in ("sample", "score", "update", "publish")] == [405, 321, 1558, 13]
 
 
 # -- the plan as its user meets it -----------------------------------------------------------------------------------
@@ -270,13 +308,13 @@ def test_the_published_layout_fits_b300s(prepared):
     assert row(lines, "a GPU in an update").startswith("195 GiB: weights 175.6, adapter 0.7, gradients 0.7, optimizer 0.3, ")
     assert row(lines, "a GPU in an update").endswith("; 254 may be used")
     assert "weights 175.6, adapter slots 7.6" in row(lines, "a GPU while sampling")
-    assert row(lines, "KV cache") == "249,417 tokens, 24.4 answers of 10,240"
+    assert row(lines, "KV cache") == "249,417 tokens, 24.4 answers of full length"
     assert row(lines, "host memory of a node").startswith("3,828 GiB page-locked")
     assert row(lines, "a publish") == "0.53 GB in 1,542 tensors to each node, 11 s"
     assert row(lines, "disk") == "157 GB for 3 + 1 checkpoints, 61 GB for the final adapter"
     # 2,048 answers on 4 x 32 places are 16 rounds of 4,460 tokens at 11/s; 9.44M tokens on 32 GPUs at 345/s and 71/s
     assert row(lines, "minutes a step").startswith("about 192 = sample 108.1 + score 14.3 + update 69.3 + move 0.4 + publish 0.2")
-    assert row(lines, "hours").endswith("2,185 GPU-hours; $10,926 at $5")
+    assert row(lines, "hours").endswith("2,185 GPU-hours, $10,926 at $5")
 
 
 @pytest.mark.parametrize("memory, update, sampler", [("178", 169, 142), ("139", 132, 111)])

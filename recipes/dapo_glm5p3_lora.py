@@ -37,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, size  # noqa: E402
+from common import cli, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -88,7 +88,7 @@ class Config:
     sampler_tp: int = 8
     max_tokens_per_micro_batch: int = 16384
     recompute: str = "full"                  # activations: full or none
-    logprob_chunk: int = 8192                # tokens whose logits exist at once: 8,192 x 154,880 / TP 8 x 4 B = 0.6 GB
+    logprob_chunk: int = 8192                # tokens whose logits exist at once: 8,192 x 154,880 / TP 8 x 18 B = 2.9 GB
     max_num_seqs: int = 32                   # concurrent requests of one engine
     gpu_memory_utilization: float = 0.8
     # evaluation
@@ -218,46 +218,27 @@ def memory_and_time(c, must):
         must(False, sentence)
     if c.dtype != "bfloat16":
         return [("memory", f"not computed for {c.dtype}")]
-    longest, card = c.max_prompt_tokens + c.max_response_tokens, c.gpu_memory_gib * size.GIB
-    lora = dict(rank=c.lora_rank, targets=c.lora_targets, experts=c.lora_experts)
-    unique, public, tensors, _ = size.adapter(hf, **lora)
-    trainer = size.trainer(hf, tp=c.tp, ep=c.ep, pp=c.pp, dp=c.dp, lora=lora, recompute=c.recompute, chunk=c.logprob_chunk,
-                           tokens=max(c.max_tokens_per_micro_batch, longest), longest=longest)
-    sampler = size.sampler(hf, tp=c.sampler_tp, card=card, utilization=c.gpu_memory_utilization, max_num_seqs=c.max_num_seqs,
-                           batched=max(longest + 1, 2048), rank=c.lora_rank)
-    kv, answer = sampler["KV cache"], longest * size.kv_per_token(hf)
-    # trainer and sampler take turns on a card; the one that rests keeps a little of it, and a publish passes beside both
-    update = trainer | {f"sampler's {k}": sampler[k] for k in ("CUDA graphs", "context")}
-    sampling = sampler | {"trainer's adapter and optimizer": sum(trainer[k] for k in ("adapter", "gradients", "optimizer")),
-                          "trainer's context": trainer["context"], "adapter gathered and packed": 4 * unique}
-    room = (1 - size.SPARE) * card
-    for what, parts, limit in (("an update", update, room),
-                               ("the sampler", sampler | {"KV cache": answer}, c.gpu_memory_utilization * card),
-                               (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", sampling, room)):
-        must(not (sentence := size.too_large(what, parts, limit)), sentence)
-    host = size.host(hf, gpus=c.gpus_per_node, tp=c.tp, ep=c.ep, pp=c.pp, sampler_tp=c.sampler_tp, rank=c.lora_rank)
-    # a checkpoint: every rank's parameters, masters and two moments; one more while the newest is written
-    disk = (c.keep + 1) * c.trainer_ranks * (trainer["adapter"] + 1.5 * trainer["optimizer"])
-    seconds = size.step_seconds(answers=c.prompts_per_step * c.group_size, engines=c.engines, max_num_seqs=c.max_num_seqs,
-                                gpus=c.trainer_ranks, weights=sampler["weights"], bundle=2 * unique)
-    evals, step, export = 1 + -(-c.steps // c.eval_every), sum(seconds.values()), 4 * public
-    hours = (c.steps * step + evals * size.sample_seconds(30 * c.eval_samples, c.engines, c.max_num_seqs)) / 3600
-    cost = f"${hours * c.trainer_ranks * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "--gpu-price: the cost"
+    m = memory.colocated(hf, c)
+    for what, parts, room in (("an update", m.update, m.card), ("the sampler", m.sampler, m.engine),
+                              (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card)):
+        must(not (sentence := memory.too_large(what, parts, room)), sentence)
+    gib, disk, step, gpu_hours = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values()), m.hours * c.trainer_ranks
     if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
         ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
-        must(ram > host, f"this node has {ram / size.GIB:,.0f} GiB of memory, the copies that sleep need {host / size.GIB:,.0f}")
-        must(free > disk + export, f"{disk / 1e9 + export / 1e9:,.0f} GB are written below runs/, {free / 1e9:,.0f} GB are free")
+        must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
+        must(free > disk, f"{disk / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")
     return [
-        ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, {unique / 1e6:.0f}M in the adapter"),
-        ("a GPU in an update", f"{size.listed(update)}; {room / size.GIB:.0f} may be used"),
-        ("a GPU while sampling", size.listed(sampling)),
-        ("KV cache", f"{kv / size.kv_per_token(hf):,.0f} tokens, {kv / answer:.1f} answers of {longest:,}"),
-        ("host memory of a node", f"{host / size.GIB:,.0f} GiB page-locked while the sampler sleeps, beside the system's"),
-        ("a publish", f"{2 * unique / 1e9:.2f} GB in {tensors:,} tensors to each node, {seconds['publish']:.0f} s"),
-        ("disk", f"{disk / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {export / 1e9:,.0f} GB for the final adapter"),
-        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in seconds.items())
-            + f", with {size.ANSWER:,} tokens an answer and published rates"),
-        ("hours", f"about {hours:.0f} with {evals} evaluations of 30 problems: {hours * c.trainer_ranks:,.0f} GPU-hours; {cost}")]
+        ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, {m.unique / 1e6:.0f}M in the adapter"),
+        ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
+        ("a GPU while sampling", memory.listed(m.sampling)),
+        ("KV cache", f"{m.kv_tokens:,.0f} tokens, {m.kv_answers:.1f} answers of full length"),
+        ("host memory of a node", f"{m.host / gib:,.0f} GiB page-locked for the copies that sleep, beside the system's"),
+        ("a publish", f"{2 * m.unique / 1e9:.2f} GB in {m.tensors:,} tensors to each node, {m.seconds['publish']:.0f} s"),
+        ("disk", f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {m.export / 1e9:,.0f} GB for the final adapter"),
+        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
+            + f", with {memory.ANSWER:,} tokens an answer and published rates"),
+        ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of 30 problems: {gpu_hours:,.0f} GPU-hours"
+            + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
 
 
 # -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
