@@ -164,7 +164,7 @@ class Sender:
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),
                 "ticket": self.transport.offer(flat)}
 
-    def release(self):
+    def release(self, last=True):
         self.transport.release()
 
 

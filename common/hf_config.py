@@ -1,9 +1,11 @@
 """The config.json of a GLM-5.3 checkpoint, checked: what trainer and sampler read from it must mean the same to both."""
 import json
+import struct
 from pathlib import Path
 
 from .cli import Stop
 
+INDEX = "model.safetensors.index.json"
 # What the model here computes and config.json must say. vLLM reads the first three from there and, where one is missing, silently
 # uses a softmax router, no correction bias and half-split instead of interleaved rotation.
 SPOKEN = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "indexer_rope_interleave": True}
@@ -51,3 +53,16 @@ def read_config(folder):
             raise Stop(f"{file}: {key} says {have[wrong]!r} for layer {wrong}, but {by} says {want[wrong]!r}, "
                        "and the sampler follows the latter")
     return hf
+
+
+def tensor_files(folder):
+    """{tensor name: file name} of a checkpoint folder, from its index or its only file's header."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    one = folder / "model.safetensors"
+    if not one.is_file():
+        raise Stop(f"{folder} holds neither {INDEX} nor model.safetensors")
+    with open(one, "rb") as f:
+        header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+    return {name: one.name for name in header if name != "__metadata__"}

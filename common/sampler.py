@@ -18,8 +18,9 @@ class SamplerEngine:
     has tokens of two versions."""
 
     def __init__(self, model, *, dtype="float32", tp=1, max_model_len, max_num_seqs, max_num_batched_tokens=None, lora_rank=0,
-                 gpu_memory_utilization=0.8, seed=0, vllm_args=None):
-        """model: HF checkpoint folder. lora_rank 0: no adapters. vllm_args: more arguments of vllm.LLM, which win."""
+                 gpu_memory_utilization=0.8, weights=False, seed=0, vllm_args=None):
+        """model: HF checkpoint folder. lora_rank 0: no adapters. weights: takes all weights from sync.publish, not adapters.
+        vllm_args: more arguments of vllm.LLM, which win."""
         import torch
 
         from common import hf_config, vllm_cpu
@@ -38,6 +39,9 @@ class SamplerEngine:
         if lora_rank:
             # two slots: the version that serves and the one that is staged
             args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=2, max_cpu_loras=2)
+        if weights:
+            args |= dict(weight_transfer_config={"backend": "buckets"},
+                         worker_extension_cls="common.receive_weights.WeightReceiver")
         if tp > 1:
             # processes of its own, also inside a Ray actor; and the reduction that rounds like everybody else's
             args |= dict(distributed_executor_backend="mp", enable_expert_parallel=True, disable_custom_all_reduce=True)
@@ -53,6 +57,7 @@ class SamplerEngine:
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
+        self.weights = weights
 
     def node(self):
         return node_name()
@@ -102,26 +107,34 @@ class SamplerEngine:
 
     def stage(self, header, ticket):
         """Bring a version beside the one that serves. All of this engine's ranks have it, or Stop."""
-        self._rpc("adapter_stage", header, ticket, self.base)
-        self.staged = Header.from_json(header).version
+        head = Header.from_json(header)
+        if (head.kind == "weights") != self.weights:
+            raise Stop(f"version {head.version} brings {head.kind}, this sampler was started for "
+                       f"{'weights' if self.weights else 'adapters'}")
+        if self.weights:
+            self.broken = f"it holds a part of version {head.version}"
+        self._rpc("weights_stage" if self.weights else "adapter_stage", header, ticket, self.base)
 
     def commit(self, version):
         """Serve the staged version from now on; returns every rank's fingerprint of its slots."""
         from vllm.lora.request import LoRARequest
         try:
-            answers = self._rpc("adapter_commit", version)
-            self.llm.reset_prefix_cache()
+            answers = self._rpc("weights_commit" if self.weights else "adapter_commit", version)
+            if not self.llm.reset_prefix_cache():
+                raise Stop("the prefix cache could not be emptied")
         except BaseException as error:
             # some ranks may serve the new version and others the old: this engine must not answer again
             self.broken = f"version {version} was committed on part of it ({error})"
             raise
         # The name has the version: vLLM's prefix cache knows an adapter by name and path, so old blocks are never taken
         # for new ones.
-        self.version, self.request = version, LoRARequest(f"policy-v{version}", version + 1, f"memory://policy-v{version}")
+        self.version, self.broken = version, None
+        if not self.weights:
+            self.request = LoRARequest(f"policy-v{version}", version + 1, f"memory://policy-v{version}")
         return [a["fingerprint"] for a in answers]
 
     def abort(self, version):
-        return self._rpc("adapter_abort", version)
+        return self._rpc("weights_abort" if self.weights else "adapter_abort", version)
 
     def _rpc(self, verb, *args):
         answers = self.llm.collective_rpc(verb, args=args)

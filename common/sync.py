@@ -50,6 +50,8 @@ class Header:
     nbytes: int
     sums: list[int]  # checksum of every entry, in order
     layout: str
+    kind: str = "adapter"    # or weights: a bucket of the whole model's tensors
+    last: bool = True        # whether the version is complete with this bundle
 
     @property
     def entries(self):
@@ -79,12 +81,12 @@ def combine(pairs):
     return hashlib.sha256("\n".join(f"{key} {total}" for key, total in sorted(pairs)).encode()).hexdigest()[:16]
 
 
-def pack(tensors, *, version, base, rank, experts):
+def pack(tensors, *, version, base, rank=0, experts=None, kind="adapter", last=True):
     """(Header, flat uint8 buffer on the tensors' device) of {neutral key: tensor}."""
     if not tensors:
         raise Stop("the adapter is empty: no trainable tensor to publish")
     layout, flat = lay(tensors)
-    return Header(version, base, rank, experts, flat.numel(), sums_of(layout, flat), layout), flat
+    return Header(version, base, rank, experts, flat.numel(), sums_of(layout, flat), layout, kind, last), flat
 
 
 def lay(tensors):
@@ -248,12 +250,12 @@ _publishing = threading.Lock()
 
 
 def publish(trainer, sampler, version):
-    """Bring the trainer's adapter, as it is now, to every sampler engine as `version`. Returns {bytes, tensors,
-    fingerprint, ...}.
+    """Bring the trainer's adapter, or all weights of one that trains them, to every sampler engine as `version`. Returns {bytes,
+    tensors, fingerprint, ...}.
 
-    trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old version
-    keeps serving. An answer that is being sampled is finished first, by the version that began it: an engine takes one call
-    at a time.
+    trainer, sampler: groups of actors (cluster.py). Raises Stop if anything fails; before the commit the old adapter keeps
+    serving, while an engine that holds parts of new weights refuses to answer. What is being sampled is finished first, by the
+    version that began it: an engine takes one call at a time.
     """
     if not _publishing.acquire(blocking=False):
         raise Stop(f"version {version} was not published: another publish is running")
@@ -264,8 +266,11 @@ def publish(trainer, sampler, version):
 
 
 def _publish(trainer, sampler, version):
+    headers = []                                             # of an adapter one, of all weights one a bucket
     try:
-        header = _stage(trainer, sampler, version)
+        while not headers or not headers[-1].last:
+            _stage(trainer, sampler, version, headers)
+            trainer.release(headers[-1].last)                # staging copied everything
     except BaseException as error:                           # Ctrl-C too: the buffer must not stay in /dev/shm
         for tidy in (lambda: sampler.abort(version), trainer.release):
             try:
@@ -273,29 +278,30 @@ def _publish(trainer, sampler, version):
             except Exception:                                # whoever is gone cannot be told; the first error says why
                 pass
         if isinstance(error, Stop):
-            raise Stop(f"version {version} was not published, the samplers keep the version before it: {error}") from error
+            state = "hold a part of it and answer nothing until they have a whole version" \
+                if headers and headers[0].kind == "weights" else "keep the version before it"
+            raise Stop(f"version {version} was not published, the samplers {state}: {error}") from error
         raise
-    trainer.release()                                        # staging copied everything into the slots
-    held = [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
-    if wrong := [f for f in held if f != header.fingerprint]:
-        raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, "
-                   f"the trainer sent {header.fingerprint}")
-    return {"version": version, "fingerprint": header.fingerprint, "bytes": header.nbytes, "tensors": len(header.entries),
-            "checksums": {e.key: total for e, total in zip(header.entries, header.sums)}, "ranks": len(held)}
+    sums = {e.key: total for header in headers for e, total in zip(header.entries, header.sums)}
+    sent, held = combine(sums.items()), [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
+    if wrong := [f for f in held if f != sent]:
+        raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, the trainer sent {sent}")
+    return {"version": version, "fingerprint": sent, "bytes": sum(h.nbytes for h in headers), "tensors": len(sums),
+            "checksums": sums, "ranks": len(held)}
 
 
-def _stage(trainer, sampler, version):
-    """Offer on every trainer node, stage on every engine; returns the header."""
+def _stage(trainer, sampler, version, headers):
+    """Offer on every trainer node, stage on every engine; appends the header, before anything is staged."""
     offers = [offer for offer in trainer.offer(version) if offer is not None]
     if len({offer["fingerprint"] for offer in offers}) != 1:
-        raise Stop(f"the trainer's {len(offers)} replicas hold different adapters")
+        raise Stop(f"the trainer's {len(offers)} replicas hold different weights")
     on_node = {offer["node"]: offer for offer in offers if offer["ticket"] is not None}
     nodes = sampler.node()
     if lost := [n for n in nodes if n not in on_node]:
-        raise Stop(f"no trainer rank on the sampler's node {lost[0]}: adapters travel inside a node only "
+        raise Stop(f"no trainer rank on the sampler's node {lost[0]}: weights travel inside a node only "
                    f"(trainer nodes: {sorted(on_node)})")
+    headers.append(Header.from_json(offers[0]["header"]))
     sampler.each("stage", [(on_node[n]["header"], on_node[n]["ticket"]) for n in nodes])
-    return Header.from_json(offers[0]["header"])
 
 
 def node_name():

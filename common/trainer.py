@@ -45,11 +45,11 @@ class TrainerRank:
     def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
                  max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
-                 te=glm5p3.HAVE_TE, fp8=None):
+                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates,
         then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or
         'full' (every layer). te: Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products,
-        'blockwise' (Hopper) or 'mxfp8' (Blackwell), None for `dtype`."""
+        'blockwise' (Hopper) or 'mxfp8' (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights."""
         if fp8 and not te:
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -58,7 +58,7 @@ class TrainerRank:
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
-        self.te, self.fp8 = te, fp8
+        self.te, self.fp8, self.bucket_bytes, self.coming, self.flips = te, fp8, bucket_bytes, None, []
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
@@ -222,41 +222,62 @@ class TrainerRank:
     # -- the adapter -------------------------------------------------------------------------------------------------------------
 
     def offer(self, version):
-        """Collective export of the adapter in the model's dtype. The lead rank of each replica answers with its
-        fingerprint, and the first lead of a node packs it and says where it lies; None on all other ranks."""
-        tensors = lora.export(self.model, self.cfg, self.dtype)
+        """Collective export of the adapter in the model's dtype, or of the next bucket of all weights. The lead rank of each
+        replica answers with its fingerprint, and the first lead of a node packs it and says where it lies; None on all others."""
+        if self.lora["rank"]:
+            tensors, last = lora.export(self.model, self.cfg, self.dtype), True
+        else:
+            self.coming = self.coming or weights.buckets(self.model, self.cfg, self.bucket_bytes)
+            tensors, last = next(self.coming)
+            if mpu.get_tensor_model_parallel_rank() or mpu.get_pipeline_model_parallel_rank():
+                tensors = {}                                       # every rank has them; the lead of each replica answers
         where = [None] * self.world
         dist.all_gather_object(where, sync.node_name() if tensors else None)
         if not tensors:
             return None
-        header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"])
+        header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
+                                 kind="adapter" if self.lora["rank"] else "weights", last=last)
         ticket = self.transport.offer(flat) if where.index(where[self.rank]) == self.rank else None
         return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
 
-    def release(self):
+    def release(self, last=True):
+        """Free the buffer on offer; with `last` what would still come of this version too."""
         self.transport.release()
+        self.coming = None if last else self.coming
 
     def fingerprint(self):
-        """Fingerprint of the adapter as it would be published; None on ranks that do not hold it whole."""
-        tensors = lora.export(self.model, self.cfg, self.dtype)
-        return sync.combine(zip(tensors, checksums(list(tensors.values())))) if tensors else None
+        """Fingerprint of the adapter, or of all weights, as they would be published; None on ranks that do not hold them whole."""
+        if self.lora["rank"]:
+            parts = [lora.export(self.model, self.cfg, self.dtype)]
+        else:
+            parts = (part for part, _ in weights.buckets(self.model, self.cfg, self.bucket_bytes))
+        sums = [pair for part in parts for pair in zip(part, checksums(list(part.values())))]
+        return sync.combine(sums) if sums else None
 
     def adapted(self):
-        """Paths of this rank's adapted modules: layers.5.mlp.experts.gate_proj, ..."""
+        """Paths of this rank's modules that are trained: layers.5.mlp.experts.gate_proj, ..."""
+        if not self.lora["rank"]:
+            return weights.paths(self.model, self.cfg)
         return sorted({key.rpartition(".")[0] for key, _ in lora.named(self.model, self.cfg)})
 
     def perturb(self, std, seed=0, only=None):
         """Add noise to the adapter, the same on every split of the model (seeded by parameter name); only to modules whose
-        path (layers.5.mlp.experts.gate_proj) matches the regular expression `only`, if given. `restore_adapter` takes it
-        back."""
+        path (layers.5.mlp.experts.gate_proj) matches the regular expression `only`, if given. Without an adapter the sign of
+        a share `std` / 100 of all weights is turned. `restore_adapter` takes it back."""
+        if not self.lora["rank"]:
+            self.flips.append((std / 100, seed, only))
+            weights.flip(self.model, self.cfg, *self.flips[-1])
+            return
         if getattr(self, "before", None) is None:
             self.before = [p.detach().clone() for _, p in self.trainable]
         lora.perturb(self.model, self.cfg, std, seed, only)
 
     def restore_adapter(self):
         """Undo `perturb`, bit for bit."""
+        while self.flips:
+            weights.flip(self.model, self.cfg, *self.flips.pop())
         with torch.no_grad():
-            for (_, p), old in zip(self.trainable, self.before):
+            for (_, p), old in zip(self.trainable, getattr(self, "before", None) or ()):
                 p.copy_(old)
         self.before = None
 

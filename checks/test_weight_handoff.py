@@ -1,0 +1,186 @@
+"""All weights from a real trainer rank to a real vLLM engine, in one process: each kind of tensor arrives, a version is whole or
+the engine answers nothing, and the five-step check drives it as it does adapters."""
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
+
+from checks import logprob_parity
+from checks.local import Local
+from common import sync, weights
+from common.batch import merge
+from common.cli import Stop
+from common.sampler import SamplerEngine
+from data import arithmetic
+
+DTYPE = os.environ.get("DTYPE", "float32")
+CUDA = torch.cuda.is_available()
+MEAN, MAX = {"float32": (2e-6, 5e-5), "bfloat16": (0.06, 1)}[DTYPE]
+LAYER = r"layers\.\d+\."
+FAMILIES = {
+    "embedding": "embed_tokens", "head": "lm_head", "final norm": "norm",
+    "layer norms": LAYER + "(input|post_attention)_layernorm",
+    "latent norms": LAYER + r"self_attn\.(q|kv)_a_layernorm", "attention": LAYER + r"self_attn\.(q_a|q_b|kv_a|kv_b|o)_proj.*",
+    "indexer": LAYER + r"self_attn\.indexer\..*", "router": LAYER + r"mlp\.gate\.weight",
+    "correction bias": LAYER + r"mlp\.gate\.e_score_correction_bias", "dense": LAYER + r"mlp\.(gate|up|down)_proj",
+    "shared expert": LAYER + r"mlp\.shared_experts\..*", "routed gate": LAYER + r"mlp\.experts\.gate_proj",
+    "routed up": LAYER + r"mlp\.experts\.up_proj", "routed down": LAYER + r"mlp\.experts\.down_proj", "all": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights")
+    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {}))
+    return path / "start"
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    room, batch = (4096, 1024) if CUDA else (192, 64)
+    return SamplerEngine(folder, dtype=DTYPE, max_model_len=room, max_num_seqs=16, max_num_batched_tokens=batch, weights=True,
+                         gpu_memory_utilization=0.4)
+
+
+@pytest.fixture(scope="module")
+def trainer(folder, tmp_path_factory):
+    rank = TrainerRank(0, 1, folder, dtype=DTYPE, lr=1e-3, bucket_bytes=500_000)
+    rank.load(tmp_path_factory.mktemp("rendezvous") / "file")
+    yield rank
+    mpu.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Sequences and how many of their tokens are prompt; the last is longer than index_topk, so the indexer selects."""
+    g = np.random.default_rng(3)
+    lengths = (30, 50, 2700 if CUDA else 120)
+    tokens = [g.integers(9, arithmetic.VOCABULARY, n).astype(np.int32) for n in lengths]
+    return {"tokens": tokens, "n_prompt": [4, 21, lengths[2] - 40]}
+
+
+def publish(trainer, engine):
+    return sync.publish(Local(trainer), Local(engine), engine.version + 1)
+
+
+def gap(trainer, engine, batch):
+    mine, theirs = merge([trainer.logprobs(batch)], len(batch["tokens"])), engine.score(batch["tokens"], batch["n_prompt"])
+    return np.abs(np.concatenate(mine) - np.concatenate(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_change_of_each_kind_shows_until_it_is_published(trainer, engine, batch, family):
+    told = publish(trainer, engine)
+    assert told["bytes"] > 2 * trainer.bucket_bytes, "several buckets"
+    assert gap(trainer, engine, batch).mean() <= MEAN
+    before = trainer.fingerprint()
+    trainer.perturb(20, seed=1, only=FAMILIES[family])
+    stale = gap(trainer, engine, batch)
+    changed = publish(trainer, engine)
+    agree = gap(trainer, engine, batch)
+    trainer.restore_adapter()
+    assert trainer.fingerprint() == before, "turned back bit for bit"
+    assert stale.mean() > max(20 * MEAN, 10 * agree.mean()), f"the change moves {stale.mean():.1e}, left {agree.mean():.1e}"
+    assert agree.mean() <= MEAN and agree.max() <= MAX, f"{family}: {agree.mean():.1e}, {agree.max():.1e}"
+    moved = {k for k, v in changed["checksums"].items() if told["checksums"][k] != v}
+    assert moved if family != "all" else len(moved) == len(told["checksums"])
+
+
+def test_what_arrives_is_what_transformers_would_load(trainer, engine, folder):
+    """Names and values: the saved checkpoint's tensors, with the checksums that the sampler was told."""
+    from safetensors.torch import load_file
+
+    from common.checksum import checksums
+    told = publish(trainer, engine)["checksums"]
+    stored = {k.removeprefix("model."): t for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}
+    assert told == dict(zip(stored, checksums(list(stored.values()))))
+
+
+def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine):
+    publish(trainer, engine)
+    before, prompts = trainer.fingerprint(), [np.random.default_rng(i).integers(9, 30, 12).tolist() for i in range(4)]
+    report = logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=24, version=engine.version)
+    assert report["passed"], report["why"]
+    assert trainer.fingerprint() == before and report["tensors"] > 100
+
+
+def broken_buckets(monkeypatch, change):
+    """The trainer's buckets, passed through `change` (number of the bucket, tensors) -> tensors."""
+    real = weights.buckets
+
+    def buckets(*args):
+        for i, (part, last) in enumerate(real(*args)):
+            yield change(i, part), last
+    monkeypatch.setattr(weights, "buckets", buckets)
+
+
+def lose(i, part):
+    return {k: t for k, t in part.items() if k != "layers.1.mlp.experts.3.up_proj.weight"}
+
+
+def misshape(i, part):
+    return {k: t[:-1] if k == "layers.1.self_attn.o_proj.weight" else t for k, t in part.items()}
+
+
+def invent(i, part):
+    return {**part, "layers.0.self_attn.rotary.weight": torch.zeros(8)} if i == 1 else part
+
+
+def repeat(i, part):
+    return {**part, "norm.weight": torch.ones(128)}
+
+
+def die(i, part):
+    if i == 2:
+        raise Stop("the trainer stopped")
+    return part
+
+
+@pytest.mark.parametrize("change, sentence", [(lose, "1 tensors never arrived: model.layers.1.mlp.experts.3.up_proj.weight"),
+                                              (misshape, "size|shape"), (invent, "rotary"), (repeat, "norm.weight twice"),
+                                              (die, "the trainer stopped")])
+def test_a_version_that_is_not_whole_is_never_answered_with(trainer, engine, batch, monkeypatch, change, sentence):
+    publish(trainer, engine)
+    version = engine.version
+    trainer.perturb(20, seed=1)
+    broken_buckets(monkeypatch, change)
+    with pytest.raises(Stop, match=sentence):
+        publish(trainer, engine)
+    assert engine.version == version
+    with pytest.raises(Stop, match="this sampler stopped serving"):
+        engine.score(batch["tokens"], batch["n_prompt"])
+    monkeypatch.undo()
+    publish(trainer, engine)                                     # a whole version heals it
+    assert engine.version == version + 1
+    agree = gap(trainer, engine, batch)
+    trainer.restore_adapter()
+    assert agree.mean() <= MEAN and agree.max() <= MAX, f"{agree.mean():.1e}, {agree.max():.1e}"
+
+
+def test_adapters_and_weights_do_not_mix(trainer, engine):
+    publish(trainer, engine)
+    tensors = {"layers.0.self_attn.o_proj.lora_A": torch.zeros(8, 8)}
+    header, _ = sync.pack(tensors, version=engine.version + 1, base=engine.base, rank=8)
+    with pytest.raises(Stop, match="brings adapter, this sampler was started for weights"):
+        engine.stage(header.to_json(), {})
+    with pytest.raises(Stop, match="is not newer than version"):
+        sync.publish(Local(trainer), Local(engine), engine.version)
+    publish(trainer, engine)
+
+
+def test_30_publishes_leave_no_memory_behind(trainer, engine):
+    for i in range(40):
+        if i == 10:
+            before = _memory()
+        told = publish(trainer, engine)
+    assert _memory() - before < 5 * told["bytes"], "a sixth of the versions"
+
+
+def _memory():
+    if CUDA:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
