@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -258,6 +259,14 @@ def test_small_sums_of_the_sampler():
     assert memory.slots(one, 64, 8, n=1) == memory.slots(one, 32, 8, n=2)
 
 
+@pytest.mark.parametrize("moe, tensors, unique, slots", [(3, 74, 27e6, 1.24e9), (75, 1514, 511e6, 30.8e9)])
+def test_adapter_that_was_handed_over_on_an_h200(moe, tensors, unique, slots):
+    """results/hardware.md: bytes and tensors of the bundle, and of one version in the slots of a vLLM rank alone on its card."""
+    c = dict(GLM5P3, num_hidden_layers=1 + moe, first_k_dense_replace=1)
+    found, _, count, _ = size.adapter(c, 32, TARGETS, "shared")
+    assert count == tensors and near(2 * found, unique, 2) and near(memory.slots(c, 32, 1, n=1), slots, 0.5)
+
+
 def test_rates_give_back_the_published_step():
     """SkyRL's full fine-tuning: 128 x 12 answers on 64 B200: 410 + 320 + 1,550 s."""
     found = memory.step_seconds(answers=1536, engines=8, max_num_seqs=256, gpus=64, weights=0, bundle=0.62e9)
@@ -369,6 +378,18 @@ def test_missing_files_are_named(prepared, case, sentence):
             (prepared / "data" / "aime_2024.parquet").unlink()
     code, lines = plan(prepared)
     assert (code, lines[-1]) == (2, "plan: 1 problem") and sentence in lines[-2]
+
+
+def test_a_machine_with_gpus_is_asked_for_memory_and_disk(prepared, monkeypatch):
+    from recipes import dapo_glm5p3_lora as recipe
+    monkeypatch.chdir(prepared)
+    monkeypatch.setattr(recipe.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(8)])
+    monkeypatch.setattr(recipe.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3000 * GIB // 4096}.get)
+    monkeypatch.setattr(recipe.shutil, "disk_usage", lambda _: SimpleNamespace(free=200e9))
+    found = []
+    recipe.memory_and_time(recipe.Config(), lambda ok, sentence: found.extend([] if ok else [sentence]))
+    assert found == ["this node has 3,000 GiB of memory, the copies that sleep take 3,828",
+                     "218 GB will be written below runs/, 200 GB are free"]
 
 
 def test_the_rehearsals_plan_is_short(tmp_path):
