@@ -243,6 +243,17 @@ def test_activations_by_hand():
     parts = memory.trainer(GLM5P3, tp=8, ep=8, tokens=8192, longest=4096, recompute="full", chunk=64,
                            lora=dict(rank=32, targets=TARGETS, experts="shared"))
     assert "one layer's backward pass" in parts and "logits" not in parts               # never both at once
+    # the head of all weights: gradient of its weight in float32; with two stages, two micro-batches of half the layers at once
+    full = memory.activations(GLM5P3, tokens=1000, longest=1000, recompute="none", chunk=8192, full=True, tp=8)
+    assert full["logits"] == max(18 * 1000 + 4 * 6144, 10 * (1000 + 6144)) * 154880 / 8 + 6 * 6144 * 1000
+    full = memory.activations(GLM5P3, tokens=8192, longest=1000, recompute="full", chunk=8192, full=True, tp=8, pp=2)
+    assert full["logits"] == (18 * 8192 + 4 * 6144) * 154880 / 8 + 6 * 6144 * 8192
+    assert full["activations"] == 2 * 39 * 2 * 6144 * 8192 / 8
+    # 32 ranks, EP 16: Adam's moments of an expert's adapter lie on its two ranks, the rest on the four that hold the same slice
+    each = dict(rank=8, targets=TARGETS, experts="each")
+    mine, own = size.adapter_on_gpu(GLM5P3, **each, tp=8, ep=16)
+    parts = memory.trainer(GLM5P3, tp=8, ep=16, dp=4, lora=each, tokens=8192, longest=4096, recompute="full")
+    assert own > 0 and parts["optimizer"] == 8 * (own / 2 + (mine - own) / 4)
     # the larger of two pipeline stages: 39 of 78 layers and of the 75 with experts, and only one of embedding and head
     both, first = size.on_gpu(GLM5P3, 8, 8), size.on_gpu(GLM5P3, 8, 8, 2)
     end = 154880 * 6144 / 8
@@ -325,6 +336,10 @@ def test_the_published_layout_fits_b300s(prepared):
     assert row(lines, "hours").endswith("2,185 GPU-hours, $10,926 at $5")
 
 
+def test_a_sequence_longer_than_a_micro_batch_gets_its_own(prepared):
+    assert "activations 1.1," in row(plan(prepared, "--max-tokens-per-micro-batch", "100")[1], "a GPU in an update")
+
+
 @pytest.mark.parametrize("memory, update, sampler", [("178", 169, 142), ("139", 132, 111)])
 def test_the_published_layout_fits_no_smaller_card(prepared, memory, update, sampler):
     code, lines = plan(prepared, "--gpu-memory-gib", memory)
@@ -342,6 +357,7 @@ def test_the_published_layout_fits_no_smaller_card(prepared, memory, update, sam
                                  "weights 176, adapter gathered and packed 57"),
     (["--tp", "4", "--pp", "2"], "with PP 2 a stage would start on layer 39, which reuses an earlier layer's token selection"),
     (["--nodes", "3", "--tp", "3", "--ep", "3"], "64 attention heads do not divide over TP 3"),
+    (["--tp", "64"], "32 trainer ranks do not divide into TP 64 x PP 1"),
     (["--gpu-memory-gib", "0"], "gpu_memory_gib is 0.0, but must be more than 0"),
 ])
 def test_what_does_not_fit_is_named(prepared, args, sentence):
