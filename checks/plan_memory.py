@@ -9,8 +9,10 @@ as their tensors' bytes; what autograd keeps of the first micro-batch's layers (
 and the peak of an update (torch.cuda.max_memory_allocated: without the CUDA context). A difference of more than --limit percent
 in any of them ends with exit code 1.
 """
+import atexit
 import dataclasses
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -106,6 +108,7 @@ def main():
         hf = GlmMoeDsaConfig(**shared, n_routed_experts=cfg.experts, topk_method="noaux_tc", scoring_func="sigmoid",
                              indexer_rope_interleave=True, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     folder = Path(tempfile.mkdtemp(prefix="plan-memory-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     hf.save_pretrained(folder)
     trainer.weights.load = lambda model, *_: None             # random weights
     lora = dict(rank=cfg.lora_rank, targets=TARGETS, experts=cfg.lora_experts) if cfg.mode == "lora" else None
