@@ -230,7 +230,7 @@ FAULTS = [
     ("one copy into the sampler's slot is lost", "guard: 1 of 1 sampler ranks hold", copy_lost),
     ("an old version is published again", "guard: version 1 is not newer than version", old_version),
     ("the adapter of another base model", "guard: adapts base model 0123456789abcdef, this sampler serves", other_base),
-    ("two trainer replicas hold different adapters", "guard: the trainer's 2 replicas hold different adapters", replicas_differ),
+    ("two trainer replicas hold different adapters", "guard: the trainer's 2 replicas hold different weights", replicas_differ),
     ("one layer of four stays stale", PREFILL, stale(r"layers\.3\.")),
     ("one tensor stays stale: a layer's q_a_proj lora_B", PREFILL, stale(r"layers\.3\.self_attn\.q_a_proj\.lora_B")),
     ("one expert of one layer stays stale: its down_proj lora_B", PREFILL, one_expert_stale),

@@ -221,7 +221,7 @@ def test_one_publish_at_a_time():
 
 
 def test_replicas_that_differ_and_a_sampler_without_a_trainer_on_its_node_are_refused():
-    with pytest.raises(Stop, match="2 replicas hold different adapters"):
+    with pytest.raises(Stop, match="2 replicas hold different weights"):
         sync.publish(Local(Trainer(), Trainer("there", 2.0)), Local(Sampler()), 5)
     with pytest.raises(Stop, match="no trainer rank on the sampler's node here"):
         sync.publish(Local(Trainer("there")), Local(Sampler()), 5)

@@ -139,7 +139,9 @@ def die(i, part):
 
 
 @pytest.mark.parametrize("change, sentence", [(lose, "1 tensors never arrived: model.layers.1.mlp.experts.3.up_proj.weight"),
-                                              (misshape, "size|shape"), (invent, "rotary"), (repeat, "norm.weight twice"),
+                                              (misshape, r"layers.1.self_attn.o_proj.weight of shape \(127, 128\) does not fit"),
+                                              (invent, "layers.0.self_attn.rotary.weight of shape .* does not fit"),
+                                              (repeat, "norm.weight twice"),
                                               (die, "the trainer stopped")])
 def test_a_version_that_is_not_whole_is_never_answered_with(trainer, engine, batch, monkeypatch, change, sentence):
     publish(trainer, engine)
@@ -157,6 +159,32 @@ def test_a_version_that_is_not_whole_is_never_answered_with(trainer, engine, bat
     agree = gap(trainer, engine, batch)
     trainer.restore_adapter()
     assert agree.mean() <= MEAN and agree.max() <= MAX, f"{agree.mean():.1e}, {agree.max():.1e}"
+
+
+def test_weights_on_the_host_are_published_and_come_back(trainer, engine, batch, monkeypatch):
+    """What a GPU's trainer does between updates; here the host is the device, too."""
+    if not CUDA:
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t.clone())
+    trainer.perturb(20, seed=2)
+    mine, before = merge([trainer.logprobs(batch)], len(batch["tokens"])), trainer.fingerprint()
+    trainer._park()
+    held = [b.param_data.untyped_storage().nbytes() + b.grad_data.untyped_storage().nbytes() for b in trainer._buffers()]
+    assert held == [0] * len(held) and held, "the device holds neither weights nor gradients"
+    assert trainer.fingerprint() == before
+    publish(trainer, engine)
+    theirs = engine.score(batch["tokens"], batch["n_prompt"])
+    trainer.onload()
+    assert trainer.fingerprint() == before
+    assert all(np.array_equal(a, b) for a, b in zip(mine, merge([trainer.logprobs(batch)], len(batch["tokens"]))))
+    assert np.abs(np.concatenate(mine) - np.concatenate(theirs)).mean() <= MEAN
+    trainer.restore_adapter()
+    for _ in range(2):                                           # and updates go on from there
+        trainer._park()
+        trainer.onload()
+        told = trainer.update({**batch, "weight": [1 / 100] * 3}, lambda logp, entropy, mb: (-(mb["weight"] * logp).sum(), {}))
+    assert told["grad_norm"] > 0 and trainer.fingerprint() != before
+    publish(trainer, engine)
+    assert gap(trainer, engine, batch).mean() <= MEAN
 
 
 def test_adapters_and_weights_do_not_mix(trainer, engine):

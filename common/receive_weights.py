@@ -60,7 +60,18 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
         if twice := self.sums.keys() & weights.keys():
             raise Stop(f"version {header.version} brings {min(twice)} twice")
         self.sums.update(zip(weights, header.sums))
-        self.loaded |= self.model.load_weights((checkpoint_name(key), t) for key, t in weights.items())
+        at = None
+
+        def feed():
+            nonlocal at
+            for key, t in weights.items():
+                at = f"{key} of shape {tuple(t.shape)}"
+                yield checkpoint_name(key), t
+        try:
+            self.loaded |= self.model.load_weights(feed())
+        except Exception as error:                           # vLLM's loaders assert, without names
+            reason = f"{type(error).__name__} {error}".strip()
+            raise Stop(f"version {header.version}: {at} does not fit the sampler's model ({reason})") from error
 
     def finish_weight_update(self):
         held = {n.replace(".base_layer", "") for n, _ in self.model.named_parameters()}

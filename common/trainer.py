@@ -58,7 +58,7 @@ class TrainerRank:
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
-        self.te, self.fp8, self.bucket_bytes, self.coming, self.flips = te, fp8, bucket_bytes, None, []
+        self.te, self.fp8, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, bucket_bytes, None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
@@ -177,8 +177,7 @@ class TrainerRank:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._run(micros, loss_of)
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        bad = torch.tensor([float(not torch.isfinite(b.grad_data.sum())) for b in buffers]).amax().to(device())
+        bad = torch.tensor([float(not torch.isfinite(b.grad_data.sum())) for b in self._buffers()]).amax().to(device())
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bad:
             raise Stop(f"update {self.updates + 1} has a gradient that is not finite: it was not applied, "
@@ -246,7 +245,7 @@ class TrainerRank:
         self.coming = None if last else self.coming
 
     def fingerprint(self):
-        """Fingerprint of the adapter, or of all weights, as they would be published; None on ranks that do not hold them whole."""
+        """Fingerprint of the adapter, or of all weights, as they would be published; None on ranks that do not have it whole."""
         if self.lora["rank"]:
             parts = [lora.export(self.model, self.cfg, self.dtype)]
         else:
@@ -282,19 +281,40 @@ class TrainerRank:
         self.before = None
 
     def offload(self):
-        """Give the GPU memory of the frozen weights to the sampler. They never change, so the host copy is made once."""
-        for p in self.model.parameters():
-            if device().type == "cuda" and not p.requires_grad:
-                if not hasattr(p, "on_host"):
-                    p.on_host = p.detach().to("cpu").pin_memory()
-                p.data = p.data.new_empty(0)
-        torch.cuda.empty_cache() if device().type == "cuda" else None
+        """Give the GPU's memory to the sampler: weights go to the host, pinned, where `offer` reads them, gradients are dropped.
+        Frozen weights never change, so their host copy is made once; the adapter stays."""
+        if device().type == "cuda":
+            self._park()
+            torch.cuda.empty_cache()
 
     def onload(self):
-        """Bring the frozen weights back."""
+        """Bring the weights back."""
         for p in self.model.parameters():
-            if hasattr(p, "on_host") and not p.numel():
-                p.data = p.on_host.to(device(), non_blocking=True)
+            if hasattr(p, "parked") and not p.requires_grad:
+                p.data = p.parked.to(device(), non_blocking=True)
+        for buffer in self._buffers() if self.parked else ():
+            buffer.reload_from_cpu()
+            for p in buffer.params:
+                del p.parked
+        self.parked = False
+
+    def _park(self):
+        for p in self.model.parameters():
+            if not p.requires_grad:
+                if not hasattr(p, "parked"):
+                    p.parked = weights.like(p.detach().to("cpu").pin_memory(), p)
+                p.data = p.data.new_empty(0)
+        if not self.lora["rank"]:
+            for buffer in self._buffers():
+                buffer.offload_to_cpu()
+                start = buffer.param_data.storage_offset()
+                for p in buffer.params:
+                    view = buffer.param_data_cpu.as_strided(p.shape, p.stride(), p.storage_offset() - start)
+                    p.parked = weights.like(view, p)
+            self.parked = True
+
+    def _buffers(self):
+        return self.ddp.buffers + self.ddp.expert_parallel_buffers
 
     # -- files -------------------------------------------------------------------------------------------------------------------
 
