@@ -27,7 +27,7 @@ def halves(x, rotation):
 
 def rotary_kernel(x, rotation):
     """vLLM's own CPU kernel on a slice like q[..., nope:]: it takes (tokens, heads, width) for (rows, width), and so turns the
-    heads of the first tokens by the angles of all."""
+    heads of the first tokens by the angles of all, and no others."""
     from vllm import _custom_ops as ops
     table = torch.cat([rotation.real, rotation.imag], -1)[:, 0].to(x.dtype)
     ops.rotary_embedding(torch.arange(len(x)), x, None, rotation.shape[-1] * 2, table, False)
@@ -157,6 +157,13 @@ def cut_answers(*fields):
     return fault
 
 
+def tokens_off(b):
+    """Answers whose tokens are moved by one place, their log-probabilities not."""
+    real = SamplerEngine.generate
+    return mock.patch.object(SamplerEngine, "generate", lambda *args: [
+        {**a, "tokens": np.roll(a["tokens"], 1)} for a in real(*args)])
+
+
 def unsteady(b):
     """One token's answer differs from call to call."""
     real, noise = SamplerEngine.score, np.random.default_rng(0)
@@ -204,7 +211,8 @@ FAULTS = [
     ("log-probabilities one token off", PREFILL, micro_batches(one_off)),
     ("packed sequences see each other", PREFILL, micro_batches(one_sequence)),
     ("the last log-probability is missing", "guard: tokens came with", cut_answers("logprobs")),
-    ("the last token and its log-probability are cut off", UNSEEN, cut_answers("token_ids", "logprobs")),
+    ("the last token and its log-probability are cut off", "guard: its end was lost", cut_answers("token_ids", "logprobs")),
+    ("tokens one place off their log-probabilities", DECODE, tokens_off),
     ("one token's answer changes from call to call", "step 1, sampler, asked twice", unsteady),
     ("a float32 checkpoint served in bf16", "guard: is a float32 checkpoint and would be rounded to bfloat16",
      served("bfloat16")),

@@ -2,8 +2,8 @@
 
     python checks/logprob_parity.py --rehearse          # tiny model, CPU or one GPU; prints the table, exit code 0 or 1
 
- 1 agree     the same tokens through both copies: mean |dlogp| within the tolerance, both for a prefill and for the
-             sampler's own decode
+ 1 agree     the same tokens through both copies: |dlogp| within the tolerance, both for a prefill and for the sampler's
+             own decode
  2 change    only the trainer's adapter: noise seeded by parameter name, as small as moves the trainer by a few
              tolerances
  3 stale     the sampler was told nothing: it must answer exactly as before, so the two must now disagree by more than
@@ -12,7 +12,8 @@
  5 agree     again, prefill and decode
 Then the change is taken back, published, and must leave both copies exactly where they were. Why 2 and 3: at the start
 lora_B is zero, so a dead hand-off passes step 1, and step 5 means something only if the stale sampler was seen to
-disagree.
+disagree. Every engine answers all prompts and scores its own answers, and every engine must pass alone: one stale engine
+does not hide behind the others.
 Recipes run `five_steps` before their first training step and after every resume.
 """
 import sys
@@ -27,54 +28,71 @@ from checks import localise  # noqa: E402
 from common import cli, sync  # noqa: E402
 from common.batch import merge  # noqa: E402
 from common.cluster import trainer_turn  # noqa: E402
-from common.sampler import spread  # noqa: E402
 
-# Largest gap between two right copies, (mean, max) of |dlogp| over response tokens; results/calibration.json has what healthy
-# pairs differ by. float32: nine times the largest mean there, six times the largest single token. bfloat16: the mean that the
-# field report uses, twice what the real model shows (0.025, single tokens 0.49).
-TOLERANCE = {"float32": (2e-5, 1e-3), "bfloat16": (0.05, 2.0)}
+# Largest gap between two right copies, |dlogp| over response tokens: the mean without the largest hundredth, and the max;
+# results/calibration.json has what healthy pairs differ by. bfloat16: the mean that the field report uses, twice what the real
+# model shows (0.025). Single tokens say little: where rounding chooses another expert a healthy one is off by hundredths in
+# float32, by nats in bf16 (3.2 here; results/published.json has 6.9 to 17.6 in training), so that limit is for nonsense.
+TOLERANCE = {"float32": (2e-5, 1.0), "bfloat16": (0.05, 10.0)}
+# Half of the tokens must be within this share of the mean's limit. In healthy pairs few tokens that jump make the mean, and the
+# median is below 0.45 of it; a fault moves all tokens.
+MEDIAN = 1 / 3
 # The same engine asked twice: batches differ in shape, kernels in the order of sums. bfloat16: 0.024 seen on an H200 for a
 # prompt of 2,600 tokens, once in three chunks and once from the prefix cache.
 REPEAT = {"float32": 1e-4, "bfloat16": 0.1}
 # The change must move the trainer by this many tolerances, so that step 3 leaves no doubt and step 5 sees the loss of a small
-# part; little in bf16, where a larger adapter amplifies rounding. FIRST: the noise that is tried first.
-STALE_FACTOR = {"float32": 100, "bfloat16": 3}
+# part; fewer in bf16, where a larger adapter amplifies rounding. FIRST: the noise that is tried first.
+STALE_FACTOR = {"float32": 1000, "bfloat16": 6}
 FIRST = {"float32": 1e-4, "bfloat16": 0.02}
 
 
-def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, say=print, decode_text=None):
-    """Run the check on groups of actors (or what behaves alike). prompts: lists of token ids; their answers, at most
-    max_tokens long, are the tokens compared. version: the last one published; three more are published, and one for each
-    question that a failure raises. decode_text: token ids -> text, to show the worst tokens. Returns a report dict: passed,
-    version (the last one published), rows, why, where (what localise.py found), worst (tokens)."""
+def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, index_topk=None, room=0, say=print,
+               decode_text=None):
+    """Run the check on groups of actors (or what behaves alike). prompts: lists of token ids; every engine answers all, with at
+    most max_tokens tokens, and those are compared. version: the last one published; three more are published, and one for each
+    question that a failure raises. index_topk: the model's; where `room`, the longest prompt and answer that the sampler takes,
+    allows, one prompt more is put together that is longer, so that attention must select. decode_text: token ids -> text, to show
+    the worst tokens. Returns a report dict: passed, version (the last one published), rows, why, where (what localise.py found),
+    worst (tokens), selected (compared tokens that more than index_topk tokens precede)."""
     mean_limit, max_limit = TOLERANCE[dtype]
-    started, rows, failures, worst = time.time(), [], [], []
-    seeds = [seed + i for i in range(len(prompts))]
+    started, rows, failures, worst, engines = time.time(), [], [], [], len(sampler)
+    prompts = prompts + beyond(prompts, index_topk, room - max_tokens)
 
     def on_trainer(batch):
         return merge(trainer.logprobs(batch), len(batch["tokens"]))
 
     def on_sampler(batch):
-        return spread(sampler, "score", (batch["tokens"], batch["n_prompt"]))
+        return localise.score(sampler, batch)
 
     def decode():
-        """Fresh answers, and the log-probabilities that the sampler gave them while decoding."""
-        answers = spread(sampler, "generate", (prompts, seeds), max_tokens)
-        tokens = [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts, answers)]
-        return {"tokens": tokens, "n_prompt": [len(p) for p in prompts]}, [a["logp"] for a in answers]
+        """Fresh answers, engine by engine, and the log-probabilities that the sampler gave them while decoding."""
+        seeds = [[seed + e * len(prompts) + i for i in range(len(prompts))] for e in range(engines)]
+        answers = sum(sampler.each("generate", [(prompts, own, max_tokens) for own in seeds]), [])
+        tokens = [np.concatenate([p, a["tokens"]]).astype(np.int32) for p, a in zip(prompts * engines, answers)]
+        return {"tokens": tokens, "n_prompt": [len(p) for p in prompts] * engines}, [a["logp"] for a in answers]
 
-    def row(step, what, mine, theirs, ok=None, note="", of=None):
+    def row(step, what, mine, theirs, most=None, least=None, note="", of=None, parts=engines):
+        """Compare two sides, engine by engine: |dlogp| at most `most` (for each engine the typical, median and max), or its mean
+        at least `least`. The row's `margin` is the largest of them in units of its limit."""
         signed = np.concatenate(mine) - np.concatenate(theirs)
-        d = np.abs(signed)
-        good = bool(np.isfinite(d).all() and (ok(d) if ok else d.mean() <= mean_limit and d.max() <= max_limit))
+        d, own = np.abs(signed), localise.gaps(mine, theirs, parts)
+        means, margins = [float(e.mean()) for e in own], [0.0]
+        if most:
+            margins = [max(v / m for v, m in zip((localise.typical(e), np.median(e), e.max()), limits))
+                       for e, limits in zip(own, most)]
+        good = bool(np.isfinite(d).all()) and max(margins) <= 1 and (least is None or min(means) >= least)
+        odd = int(np.argmax(np.nan_to_num(margins, nan=np.inf)) if most else np.argmin(means))
         sequence = max(float(np.abs(a - b).mean()) for a, b in zip(mine, theirs))
-        rows.append(dict(step=step, what=what, mean=float(d.mean()), p99=float(np.quantile(d, 0.99)), max=float(d.max()),
-                         bias=float(signed.mean()), worst_sequence=sequence, n=d.size, ok=good, note=note))
+        rows.append(dict(step=step, what=what, mean=float(d.mean()), median=float(np.median(d)), p99=float(np.quantile(d, 0.99)),
+                         max=float(d.max()), bias=float(signed.mean()), worst_sequence=sequence, n=d.size, engines=means, ok=good,
+                         margin=float(max(margins)) if most else None, note=note))
         if not good and of is not None and not worst:
             worst.extend(localise.worst(mine, theirs, of))
         if not good:
-            failures.append(f"step {step} ({what}): mean {d.mean():.2g}, max {d.max():.2g}{', ' + note if note else ''}")
-        return d
+            which = f"engine {odd} of {parts}: " if parts > 1 else ""
+            failures.append(f"step {step} ({what}): {which}mean {means[odd]:.2g}, median {np.median(own[odd]):.2g}, "
+                            f"max {own[odd].max():.2g}{', ' + note if note else ''}")
+        return own
 
     info = sync.publish(trainer, sampler, version + 1)
     before = [f for f in trainer.fingerprint() if f]
@@ -85,25 +103,27 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     need = STALE_FACTOR[dtype] * mean_limit
     with trainer_turn(trainer, sampler):
         t0 = on_trainer(batch)
-        t1, moved, std = localise.enlarge(trainer, batch, t0, need, FIRST[dtype], seed, 12)
-    row(1, "agree, prefill", s0, t0, of=batch)
-    base = row(1, "agree, decode", decoded, t0, of=batch).mean()
-    noise = row(1, "sampler, asked twice", again, s0, lambda d: d.max() <= REPEAT[dtype]).max()
-    row(2, "change, trainer alone", t1, t0, lambda d: d.mean() >= need, f"noise std {std:.2g}")
+        t1, _, std = localise.enlarge(trainer, batch, t0, need, FIRST[dtype], seed, 12)
+    agree = [(mean_limit, MEDIAN * mean_limit, max_limit)] * engines
+    base = [max(map(localise.typical, both)) for both in zip(row(1, "agree, prefill", s0, t0, agree, of=batch),
+                                                    row(1, "agree, decode", decoded, t0, agree, of=batch))]
+    same = [(np.inf, np.inf, REPEAT[dtype])] * engines
+    noise = max(e.max() for e in row(1, "sampler, asked twice", again, s0, same))
+    same = [(np.inf, np.inf, max(REPEAT[dtype], 3 * noise))] * engines
+    row(2, "change, trainer alone", t1, t0, least=need, note=f"noise std {std:.2g}", parts=1)
     s1 = on_sampler(batch)
-    row(3, "stale, must disagree", s1, t1, lambda d: d.mean() > mean_limit, f"more than {mean_limit:g}")
-    row(3, "stale, unmoved", s1, s0, lambda d: d.max() <= max(REPEAT[dtype], 3 * noise))
-
-    def agrees(d):
-        """Within the tolerance, and small beside the change: a hand-off that loses part of it must not hide in it."""
-        return d.mean() <= localise.allowed(mean_limit, base, moved) and d.max() <= max_limit
+    row(3, "stale, must disagree", s1, t1, least=mean_limit, note=f"more than {mean_limit:g}")
+    row(3, "stale, unmoved", s1, s0, same)
+    # small beside the change: a hand-off that loses part of it must not hide in the tolerance
+    allowed = [localise.allowed(dtype, mean_limit, b, d.mean()) for b, d in zip(base, localise.gaps(t1, t0, engines))]
+    agree = [(limit, MEDIAN * limit, max_limit) for limit in allowed]
     try:
         changed = sync.publish(trainer, sampler, version + 2)
         s1, (batch1, decoded1) = on_sampler(batch), decode()
         with trainer_turn(trainer, sampler):
             t2 = on_trainer(batch1)
-        row(5, "agree again, prefill", s1, t1, agrees, of=batch)
-        row(5, "agree again, decode", decoded1, t2, agrees, of=batch1)
+        row(5, "agree again, prefill", s1, t1, agree, of=batch)
+        row(5, "agree again, decode", decoded1, t2, agree, of=batch1)
         # exact, where the tolerance of bf16 hides a single tensor: the noise changed each of them
         stale = [key for key, value in changed["checksums"].items() if info["checksums"].get(key) == value]
         lost = {path for rank in trainer.adapted() for path in rank} - {key.rpartition(".")[0] for key in changed["checksums"]}
@@ -115,7 +135,7 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
         failures.append(f"step 4: {error}")
     trainer.restore_adapter()
     sync.publish(trainer, sampler, version + 3)
-    row(6, "taken back, sampler", on_sampler(batch), s0, lambda d: d.max() <= max(REPEAT[dtype], 3 * noise))
+    row(6, "taken back, sampler", on_sampler(batch), s0, same)
     if [f for f in trainer.fingerprint() if f] != before:
         failures.append("step 6: the trainer's adapter is not what it was before the check")
 
@@ -123,10 +143,11 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     wrong = {r["step"] for r in rows if not r["ok"]}
     try:
         if 1 in wrong and worst:
-            where.append(localise.hidden(trainer, sampler, batch["tokens"][worst[0]["sequence"]].tolist(), dtype))
+            one = worst[0]["sequence"]
+            where.append(localise.hidden(trainer, sampler, batch["tokens"][one].tolist(), dtype, one // len(prompts)))
         elif 5 in wrong:
             where.append(localise.nature([b - a for a, b in zip(s0, s1)], [b - a for a, b in zip(t0, t1)]))
-            parts = localise.Parts(trainer, sampler, batch, t0, base, mean_limit, need, version, seed)
+            parts = localise.Parts(trainer, sampler, batch, t0, base, dtype, mean_limit, need, version, seed)
             try:
                 where.append(localise.adapter(parts, {p for rank in trainer.adapted() for p in rank}, std))
             finally:
@@ -135,12 +156,13 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     except Exception as error:                                # noqa: BLE001 - the check's verdict must not be lost to its details
         where.append(f"where they part could not be found out: {type(error).__name__}: {error}")
 
+    selected = sum(max(0, len(t) - max(n, index_topk + 1)) for t, n in zip(*batch.values())) if index_topk else 0
     report = dict(passed=not failures, why=failures, where=where, worst=worst, rows=rows, version=version, dtype=dtype,
-                  tolerance=[mean_limit, max_limit], noise_std=std, seconds=round(time.time() - started, 1),
+                  tolerance=[mean_limit, max_limit], noise_std=std, selected=selected, seconds=round(time.time() - started, 1),
                   bytes=info["bytes"], tensors=info["tensors"], ranks=info["ranks"])
-    say(cli.table([[r["step"], r["what"], f"{r['mean']:.2e}", f"{r['max']:.2e}", f"{r['worst_sequence']:.2e}", r["n"],
-                    "yes" if r["ok"] else "NO", r["note"]] for r in rows],
-                  ["step", "", "mean |dlogp|", "max", "worst sequence", "tokens", "ok", ""]))
+    say(cli.table([[r["step"], r["what"], f"{r['mean']:.2e}", f"{r['median']:.2e}", f"{r['max']:.2e}",
+                    f"{r['worst_sequence']:.2e}", r["n"], "yes" if r["ok"] else "NO", r["note"]] for r in rows],
+                  ["step", "", "mean |dlogp|", "median", "max", "worst sequence", "tokens", "ok", ""]))
     if worst:
         text = decode_text or (lambda ids: " ".join(map(str, ids)))
         say("the worst tokens:\n" + cli.table([[w["sequence"], w["position"], repr(text([w["token"]])), w["first"], w["second"],
@@ -149,8 +171,19 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
     for sentence in where:
         say(f"where: {sentence}")
     say(f"five-step check: {'passed' if report['passed'] else 'FAILED: ' + '; '.join(failures)} "
+        + (f"; {selected} of the compared tokens are past index_topk {index_topk:,}" if index_topk else "") + " "
         f"({info['tensors']} tensors, {info['bytes'] / 1e6:.1f} MB to {info['ranks']} sampler ranks, {report['seconds']} s)")
     return report
+
+
+def beyond(prompts, index_topk, most):
+    """[a prompt of the given ones, one after the other: twice as long as index_topk, or `most`]: about half of its tokens are
+    then left out of its answer's attention. [] where that is not longer than index_topk, or a given one is."""
+    length = min(2 * index_topk, most) if index_topk else 0
+    if not index_topk or length <= index_topk or max(map(len, prompts)) > index_topk:
+        return []
+    tokens = [t for p in prompts for t in p]
+    return [(tokens * (length // len(tokens) + 1))[:length]]
 
 
 def main():

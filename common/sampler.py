@@ -56,6 +56,7 @@ class SamplerEngine:
         self.llm = vllm.LLM(**{**args, **(vllm_args or {})})
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")
+        self.stop_tokens = stop_tokens(self.llm)
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
         self.weights = weights
 
@@ -64,13 +65,17 @@ class SamplerEngine:
 
     def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):
         """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T),
-        is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token)."""
+        is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token). Stop where an
+        answer's end is missing."""
         from vllm import SamplingParams
         params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0,
                                  detokenize=False) for s in seeds]
         answers = []
-        for out in self._ask(prompts, params):
+        for out, prompt in zip(self._ask(prompts, params), prompts, strict=True):
             one = out.outputs[0]
+            cap = min(max_tokens, self.llm.model_config.max_model_len - len(prompt))
+            if lost := lost_end(one.token_ids, one.finish_reason, cap, self.stop_tokens):
+                raise Stop(f"an answer of {len(one.token_ids)} tokens {lost}: its end was lost on the way out of the engine")
             if len(one.token_ids) != len(one.logprobs):
                 raise RuntimeError(f"{len(one.token_ids)} tokens came with {len(one.logprobs)} log-probabilities")
             answers.append({"tokens": np.asarray(one.token_ids, dtype=np.int32), "is_truncated": one.finish_reason == "length",
@@ -152,6 +157,28 @@ class SamplerEngine:
     def wake(self):
         if self.cuda:
             self.llm.wake_up()
+
+
+def stop_tokens(llm):
+    """Ids of the tokens that end an answer: the checkpoint's in config.json and generation_config.json, and its tokenizer's,
+    which vLLM heeds too."""
+    config = llm.model_config
+    found = set()
+    for ids in (getattr(config.hf_config, "eos_token_id", None), config.try_get_generation_config().get("eos_token_id"),
+                llm.get_tokenizer().eos_token_id):
+        found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    return found
+
+
+def lost_end(tokens, finish_reason, cap, stop):
+    """What shows that an answer's last token is missing, or None. Without it no log-probability of the others is wrong, and
+    training goes on as if the policy had ended there."""
+    if finish_reason == "length":
+        return None if len(tokens) == cap else f"is said to have met the cap of {cap}"
+    if finish_reason != "stop":
+        return f"ended with {finish_reason!r}, neither stop nor length"
+    last = tokens[-1] if len(tokens) else None
+    return None if last in stop else f"is said to be complete and ends with {last}, none of the stop tokens {sorted(stop)}"
 
 
 def spread(sampler, verb, columns, *how):

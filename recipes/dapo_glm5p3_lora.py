@@ -425,7 +425,7 @@ def main(check_only=False, doc=__doc__):
         cluster.connect(local=True)
         cfg.model, cfg.train_data, cfg.eval_data = taught(cfg.gpus_per_node, cfg.dtype)
     # what can be wrong with the inputs is found before anything is started
-    hf_config.read_config(cfg.model)
+    hf = hf_config.read_config(cfg.model)
     tok = AutoTokenizer.from_pretrained(cfg.model)
     train_rows, eval_rows = (read(path, tok, cfg.max_prompt_tokens) for path in (cfg.train_data, cfg.eval_data))
     cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
@@ -451,8 +451,9 @@ def main(check_only=False, doc=__doc__):
         run.rewind(first)
         print(f"resumed from {newest}")
     if cfg.check or check_only:
-        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:max(8, cfg.engines)]], dtype=cfg.dtype,
-                            max_tokens=min(128, cfg.max_response_tokens), version=version, seed=cfg.seed, decode_text=tok.decode)
+        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype, seed=cfg.seed,
+                            max_tokens=min(128, cfg.max_response_tokens), version=version, index_topk=hf.index_topk,
+                            room=cfg.max_prompt_tokens + cfg.max_response_tokens, decode_text=tok.decode)
         run.write_json("check.json", report)
         if check_only or not report["passed"]:
             return 0 if report["passed"] else 1
