@@ -42,7 +42,8 @@ FAULTS = faults_handoff.FAULTS + faults_model.FAULTS
 ANSWER = {"float32": 16, "bfloat16": 64}               # tokens; where rounding is large, more of them tell more
 RANK = 8
 # so near the tolerance that on another processor, whose rounding draws other answers, they may fall below it
-NEAR = ("one tensor stays stale: a layer's q_a_proj lora_B", "one expert of one layer stays stale: its down_proj lora_B")
+NEAR = ("one tensor stays stale: a layer's q_a_proj lora_B", "one expert of one layer stays stale: its down_proj lora_B",
+        "latent norms with eps 1e-5 for 1e-6, latents of variance 1")
 
 
 @dataclasses.dataclass
@@ -144,7 +145,7 @@ def measure(b, healthy, name, expected, put_in, experts="each"):
 def as_expected(found):
     """Whether a fault was found where its list says (those NEAR the tolerance: or by the checksums of step 4, or had
     an effect far above rounding)."""
-    far = found["found"] == faults_model.UNSEEN and found["mean"] > 10 * found["healthy"]
+    far = found["found"] == faults_model.UNSEEN and found["mean"] > 5 * found["healthy"]
     near = found["name"] in NEAR and (far or "published as before the change" in found["found"])
     return near or bool(re.fullmatch(found["expected"], found["found"]))
 

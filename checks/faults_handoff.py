@@ -120,7 +120,7 @@ def copy_lost(b):
 
     def stage(self, *args):
         answer = real(self, *args)
-        self.adapter_staged[3][0][1].zero_()
+        self.adapter_staged[2].regions[0].zero_()
         return answer
     return mock.patch.object(Receiver, "adapter_stage", stage)
 
@@ -130,10 +130,15 @@ def old_version(b):
     return mock.patch.object(sync, "pack", lambda tensors, **how: real(tensors, **{**how, "version": 1}))
 
 
+@contextlib.contextmanager
 def replicas_differ(b):
     """Two data-parallel replicas whose adapters are no longer one."""
     other, real = next(t for t in b.trainers.values() if t is not b.trainer), sync._stage
-    return mock.patch.object(sync, "_stage", lambda trainer, sampler, version: real(Local(b.trainer, other), sampler, version))
+    with mock.patch.object(sync, "_stage", lambda trainer, sampler, version: real(Local(b.trainer, other), sampler, version)):
+        try:
+            yield
+        finally:
+            other.release()
 
 
 def other_base(b):

@@ -202,7 +202,7 @@ FAULTS = [
     ("routed_scaling_factor missing", PREFILL, routed(lambda layer: layer, routed_scaling_factor=1.0)),
     ("norm_topk_prob off", PREFILL, routed(renormalize=False)),
     ("latent norms with eps 1e-5 for 1e-6, latents of variance 1e-5", PREFILL, latent_eps_small),
-    ("latent norms with eps 1e-5 for 1e-6, latents of variance 1", UNSEEN, latent_eps),
+    ("latent norms with eps 1e-5 for 1e-6, latents of variance 1", PREFILL, latent_eps),
     ("index sharing off by one layer", PREFILL, wrong_layer_shared),
     ("index_topk one too small", PREFILL, topk_short),
     ("expert weights not packed again after a reload", PREFILL, packed_once),

@@ -231,11 +231,11 @@ def calibration():
     found = json.loads(Path(__file__).with_name("calibration.json").read_text())
     v, rows = found["versions"], []
     for dtype, s in found["summary"].items():
-        rows.append((dtype, f"{s['passed']} of {s['pairs']}", f"{s['tokens']:,}", f"{s['mean']:.1e}", f"{s['bias']:+.1e}",
-                     f"{s['largest_mean']:.1e}", f"{s['largest_p99']:.1e}", f"{s['largest_max']:.1e}",
-                     " / ".join(f"{t:g}" for t in s["tolerance"])))
-    header = ("dtype", "passed", "tokens", "mean", "bias", "largest mean of a pair", "largest 99th percentile", "largest token",
-              "tolerance, mean / token")
+        rows.append((dtype, s["pairs"], f"{s['passed']} of {s['checks']}", f"{s['tokens']:,}", f"{s['mean']:.1e}",
+                     f"{s['bias']:+.1e}", f"{s['largest_mean']:.1e}", f"{s['largest_median']:.1e}", f"{s['largest_p99']:.1e}",
+                     f"{s['largest_max']:.1e}", f"{s['largest_margin']:.2f}", " / ".join(f"{t:g}" for t in s["tolerance"])))
+    header = ("dtype", "pairs", "checks passed", "tokens", "mean", "bias", "largest mean of a check", "largest median",
+              "largest 99th percentile", "largest token", "nearest to a limit", "tolerance, mean / token")
     return [*grid(header, rows), "", f"Command: `{v['command']}`. Commit {v['commit'][:10]}. Hardware: {v['hardware']}."]
 
 
