@@ -97,7 +97,7 @@ def stale_cache(name="policy", reset=False):
         real = SamplerEngine.commit
 
         def commit(self, version):
-            empty = self.llm.reset_prefix_cache if reset else lambda: None
+            empty = self.llm.reset_prefix_cache if reset else lambda: True
             with mock.patch.object(self.llm, "reset_prefix_cache", empty):
                 answer = real(self, version)
             self.request = LoRARequest(name.format(version), version + 1, f"memory://{name.format(version)}")

@@ -38,8 +38,8 @@ def typical(d):
 
 def allowed(dtype, limit, base, moved):
     """|dlogp| (`typical`) that two right copies may have after a change: they had `base` before it, and it moved the trainer by
-    `moved` (mean). float32: the check's `limit`. bfloat16: rounding grows with the adapter, by at most 0.08 of `moved` in healthy
-    pairs (results/calibration.json), and a lost part must not hide in the tolerance."""
+    `moved` (mean). float32: the check's `limit`. bfloat16: rounding grows with the adapter, and a lost part must not hide in the
+    tolerance; healthy pairs stay below 0.7 of this (results/calibration.json, `margin`)."""
     return min(limit, 3 * base + moved / 10) if dtype == "float32" else base + moved / 8
 
 

@@ -54,9 +54,9 @@ class SamplerEngine:
                 raise Stop(f"the CPU sampler runs on one process, --sampler-tp is {tp}")
             args |= vllm_cpu.engine_args(dtype)
         self.llm = vllm.LLM(**{**args, **(vllm_args or {})})
+        self.stop_tokens = stop_tokens(self.llm)
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")
-        self.stop_tokens = stop_tokens(self.llm)
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
         self.weights = weights
 
