@@ -134,7 +134,7 @@ def old_version(b):
 def replicas_differ(b):
     """Two data-parallel replicas whose adapters are no longer one."""
     other, real = next(t for t in b.trainers.values() if t is not b.trainer), sync._stage
-    with mock.patch.object(sync, "_stage", lambda trainer, sampler, version: real(Local(b.trainer, other), sampler, version)):
+    with mock.patch.object(sync, "_stage", lambda trainer, *rest: real(Local(b.trainer, other), *rest)):
         try:
             yield
         finally:
