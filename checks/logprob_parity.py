@@ -170,7 +170,7 @@ def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0,
                                              ["sequence", "position", "token", "one side", "the other", "after"]))
     for sentence in where:
         say(f"where: {sentence}")
-    say(f"five-step check: {'passed' if report['passed'] else 'FAILED: ' + '; '.join(failures)} "
+    say(f"five-step check: {'passed' if report['passed'] else 'FAILED: ' + '; '.join(failures)}"
         + (f"; {selected} of the compared tokens are past index_topk {index_topk:,}" if index_topk else "") + " "
         f"({info['tensors']} tensors, {info['bytes'] / 1e6:.1f} MB to {info['ranks']} sampler ranks, {report['seconds']} s)")
     return report
