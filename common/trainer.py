@@ -37,6 +37,8 @@ from common.packing import pack  # noqa: E402
 from common.trace import Trace  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTE = {"none": {}, "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+             "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])}
 
 
 class TrainerRank:
@@ -45,11 +47,13 @@ class TrainerRank:
     def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
                  max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
-                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30):
-        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates,
-        then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: 'none' or
-        'full' (every layer). te: Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products,
-        'blockwise' (Hopper) or 'mxfp8' (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights."""
+                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30,
+                 optimizer_offload=0.0, precision_aware=False):
+        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then
+        constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: a key of RECOMPUTE. te:
+        Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8'
+        (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights. optimizer_offload: share of the optimizer's
+        state that lives and steps on the host; precision_aware: keeps it in narrower types."""
         if fp8 and not te:
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -57,6 +61,8 @@ class TrainerRank:
         self.layout = dict(tp=tp, pp=pp, ep=ep)
         self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
+        self.host_optimizer = dict(optimizer_cpu_offload=optimizer_offload > 0, optimizer_offload_fraction=optimizer_offload,
+                                   use_precision_aware_optimizer=precision_aware)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
         self.te, self.fp8, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, bucket_bytes, None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
@@ -94,8 +100,7 @@ class TrainerRank:
                                       create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(self.seed)
         self.hf = glm5p3.read_config(self.folder)
-        full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        extra = {} if self.recompute == "none" else full
+        extra = dict(RECOMPUTE[self.recompute])
         if self.fp8:
             extra |= dict(fp8="e4m3", fp8_recipe=self.fp8, moe_router_padding_for_quantization=True)
         self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, te=self.te, **extra)
@@ -114,7 +119,7 @@ class TrainerRank:
             optimizer="adam", lr=self.optim["lr"], min_lr=self.optim["lr"], weight_decay=self.optim["weight_decay"],
             adam_beta1=self.optim["betas"][0], adam_beta2=self.optim["betas"][1], adam_eps=1e-8,
             bf16=self.dtype == torch.bfloat16, params_dtype=self.dtype, use_distributed_optimizer=True,
-            clip_grad=self.optim["clip_grad"]), [self.ddp], use_gloo_process_groups=False)
+            clip_grad=self.optim["clip_grad"], **self.host_optimizer), [self.ddp], use_gloo_process_groups=False)
         cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, self.ddp.no_sync
         self.base = sync.base_fingerprint(self.folder)
         return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base}
@@ -166,6 +171,8 @@ class TrainerRank:
         def loss_of(hidden, micro):
             logp, entropy = self._logp(hidden, micro)
             loss, metrics = policy_loss(logp, entropy, micro["fields"])
+            if not loss.requires_grad:                             # megatron-core would leave the backward pass out
+                raise Stop(f"update {self.updates + 1}: the loss does not depend on any trained weight")
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().item()
             return loss * scale, {}

@@ -125,7 +125,7 @@ class Config:
 PRESETS = {"rehearse": dict(
     model="", train_data="", eval_data="", dtype="float32", lora_rank=8, lora_alpha=8, max_prompt_tokens=32,
     prompts_per_step=32, group_size=8, max_response_tokens=48, overlong_buffer=24, lr=4e-4, warmup_updates=16, nodes=1,
-    gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096, recompute="none",
+    gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096,
     logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5,
     max_mismatch=1e-3, name="")}
 
