@@ -22,6 +22,7 @@ REQUEST_TOKENS_PER_S = 11         # of one request: 4,460 / 410
 SCORE_TOKENS_PER_S = 345          # of one GPU: 1,536 x 4,610 / 64 / 320
 UPDATE_TOKENS_PER_S = 71          # of one GPU: 1,536 x 4,610 / 64 / 1,550; LoRA makes no weight gradients
 COPY_BYTES_PER_S = 25e9           # host to GPU or back, all cards of a node at once. Assumed
+WEIGHTS_BYTES_PER_S = 599 * GIB / 45      # all weights to each node's sampler: Flash's in 45 s, published
 SYNC_BYTES_PER_S = 0.62e9 / 13    # an adapter of 0.62 GB in 13 s (#2195, Trajectory field report): handling, not wire
 
 
@@ -202,6 +203,36 @@ def colocated(c, cfg):
         # every rank's parameters, masters and two moments; one checkpoint more while the newest is written
         checkpoints=(cfg.keep + 1) * cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]), export=4 * public,
         seconds=seconds, evals=evals, hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
+
+
+def whole(c, cfg):
+    """A run that trains all weights; trainer and sampler take turns on the same GPUs. As `colocated`, with `publish`: the sampler
+    awake, the trainer's weights on the host, buckets on their way and one MoE layer, not divided, waiting in vLLM's reload."""
+    longest, card = cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_gib * GIB
+    offload = {(True, True): "all", (True, False): "masters"}.get((cfg.optimizer_offload > 0, cfg.precision_aware))
+    train = trainer(c, tp=cfg.tp, ep=cfg.ep, pp=cfg.pp, dp=cfg.dp, offload=offload, recompute=cfg.recompute,
+                    chunk=cfg.logprob_chunk, tokens=max(cfg.max_tokens_per_micro_batch, longest), longest=longest)
+    sample = sampler(c, tp=cfg.sampler_tp, card=card, utilization=cfg.gpu_memory_utilization, max_num_seqs=cfg.max_num_seqs,
+                     batched=max(longest + 1, 2048), fp8=cfg.sampler_fp8 != "none")
+    parts, (layers, dense, *_), count = parameters(c), kinds(text(c)), sum(parameters(c).values())
+    resting = {"trainer's optimizer": train["optimizer"], "trainer's context": train["context"]}
+    seconds = step_seconds(answers=cfg.prompts_per_step * cfg.group_size, engines=cfg.engines, max_num_seqs=cfg.max_num_seqs,
+                           gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=0)
+    seconds["publish"] = 2 * count / WEIGHTS_BYTES_PER_S
+    evals = 1 + -(-cfg.steps // cfg.eval_every)
+    evaluation = sample_seconds(30 * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
+    return SimpleNamespace(
+        update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")}, sampling=sample | resting,
+        publish=sample | resting | {"buckets": 3 * cfg.bucket_gib * GIB,
+                                    "a layer in reload": 2 * parts["routed experts"] / (layers - dense)},
+        sampler=sample | {"KV cache": longest * kv_per_token(c)},                         # with room for one longest answer
+        card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, unique=count,
+        kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
+        host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"])
+        + (12 * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
+        # bf16 weights, float32 masters and two moments
+        checkpoint=14 * count, export=2 * count, seconds=seconds, evals=evals,
+        hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
 
 
 def too_large(what, parts, room):
