@@ -126,11 +126,10 @@ import ray
 from common import sync
 stage = sync._stage
 
-def killed(trainer, sampler, version):
-    header = stage(trainer, sampler, version)
+def killed(trainer, sampler, version, headers):
+    stage(trainer, sampler, version, headers)
     if version == {version}:
         ray.kill(sampler.actors[1])          # staged everywhere, committed nowhere
-    return header
 sync._stage = killed
 sys.argv = [{recipe!r}, *{args!r}]
 runpy.run_path({recipe!r}, run_name="__main__")
