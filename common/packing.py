@@ -21,7 +21,7 @@ def pack(batch, index, multiple):
     # the hidden state at position t predicts token t + 1: responses are read off one position earlier
     rows = torch.from_numpy(np.concatenate([np.arange(end - n, end) - 1 for n, end in zip(n_response, ends[1:])]))
     fields = {}
-    for name in batch.keys() - {"tokens", "n_prompt"}:
+    for name in batch.keys() - {"tokens", "n_prompt", "routes"}:
         values = [batch[name][i] for i in index]
         parts = [np.broadcast_to(v, n) if np.ndim(v) == 0 else v for v, n in zip(values, n_response)]
         if (sizes := [len(p) for p in parts]) != n_response:

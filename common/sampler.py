@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 
+from common import replay as router_replay
 from common.cli import Stop
 from common.sync import Header, base_fingerprint, node_name
 
@@ -18,13 +19,14 @@ class SamplerEngine:
     has tokens of two versions."""
 
     def __init__(self, model, *, dtype="float32", tp=1, max_model_len, max_num_seqs, max_num_batched_tokens=None, lora_rank=0,
-                 gpu_memory_utilization=0.8, weights=False, seed=0, vllm_args=None):
+                 gpu_memory_utilization=0.8, weights=False, seed=0, replay=False, vllm_args=None):
         """model: HF checkpoint folder. lora_rank 0: no adapters. weights: takes all weights from sync.publish, not adapters.
-        vllm_args: more arguments of vllm.LLM, which win."""
+        replay: answers bring the experts of their tokens (common/replay.py). vllm_args: more arguments of vllm.LLM, which
+        win."""
         import torch
 
         from common import hf_config, vllm_cpu
-        hf_config.read_config(model)                         # constants that vLLM would silently take from its own defaults
+        self.hf = hf_config.read_config(model)               # constants that vLLM would silently take from its own defaults
         self.cuda = cuda = torch.cuda.is_available()
         if cuda:
             # a forked process cannot use CUDA once its parent has only looked whether there is any
@@ -53,6 +55,10 @@ class SamplerEngine:
             if tp != 1:
                 raise Stop(f"the CPU sampler runs on one process, --sampler-tp is {tp}")
             args |= vllm_cpu.engine_args(dtype)
+        if replay:
+            # vLLM keeps routes beside its prefix cache and needs it; the CPU worker sees tokens that run, so none may be cached
+            args |= dict(enable_return_routed_experts=True) if cuda else dict(enable_prefix_caching=False)
+        self.replay = replay
         self.llm = vllm.LLM(**{**args, **(vllm_args or {})})
         self.stop_tokens = stop_tokens(self.llm)
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
@@ -65,13 +71,14 @@ class SamplerEngine:
 
     def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):
         """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T),
-        is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token). Stop where an
-        answer's end is missing."""
+        is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token); with replay
+        also routes (prompt + T - 1, MoE layers, k). Stop where an answer's end is missing."""
         from vllm import SamplingParams
         params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0,
                                  detokenize=False) for s in seeds]
+        outs, routes = self._ask_routed(prompts, params) if self.replay else (self._ask(prompts, params), [])
         answers = []
-        for out, prompt in zip(self._ask(prompts, params), prompts, strict=True):
+        for out, prompt in zip(outs, prompts, strict=True):
             one = out.outputs[0]
             cap = min(max_tokens, self.llm.model_config.max_model_len - len(prompt))
             if lost := lost_end(one.token_ids, one.finish_reason, cap, self.stop_tokens):
@@ -81,7 +88,14 @@ class SamplerEngine:
             answers.append({"tokens": np.asarray(one.token_ids, dtype=np.int32), "is_truncated": one.finish_reason == "length",
                             "logp": np.asarray([lp[t].logprob for lp, t in zip(one.logprobs, one.token_ids)], dtype=np.float32),
                             "versions": np.full(len(one.token_ids), self.version, dtype=np.int32)})
+        for answer, route in zip(answers, routes):
+            answer["routes"] = route
         return answers
+
+    def routes(self, sequences):
+        """Routes of every token of these sequences, (T, MoE layers, k), from a prefill with the version that serves."""
+        from vllm import SamplingParams
+        return self._ask_routed(sequences, [SamplingParams(max_tokens=1, detokenize=False)] * len(sequences))[1]
 
     def score(self, tokens, n_prompt):
         """Log-probabilities (float32, T - n_prompt) of the tokens after each prompt, from a prefill at temperature 1."""
@@ -107,6 +121,27 @@ class SamplerEngine:
             raise Stop(f"this sampler stopped serving: {self.broken}")
         prompts = [{"prompt_token_ids": list(map(int, p))} for p in prompts]
         return self.llm.generate(prompts, params, lora_request=self.request, use_tqdm=False)
+
+    def _ask_routed(self, prompts, params):
+        """(answers, their routes): a row for every token but the last, which was not fed."""
+        if not self.replay:
+            raise Stop("this sampler was started with replay off and keeps no routes")
+        if self.cuda:
+            outs = self._ask(prompts, params)
+            sparse = np.array([kind == "sparse" for kind in self.hf.mlp_layer_types])       # vLLM has rows of dense layers too
+            routes = [r if r is None else r[:, sparse] for r in (out.outputs[0].routed_experts for out in outs)]
+        else:
+            self._rpc("routes_start")
+            try:
+                outs = self._ask(prompts, params)
+            finally:
+                held = self._rpc("routes_stop")[0]["routes"]
+            routes = [held.get(out.request_id) for out in outs]
+        sizes = router_replay.sizes(self.hf)
+        for out, r in zip(outs, routes):
+            tokens = len(out.prompt_token_ids) + len(out.outputs[0].token_ids)
+            router_replay.check(r, tokens, f"request {out.request_id}", **sizes)
+        return outs, routes
 
     # -- receive a version (sync.publish) ---------------------------------------------------------------------------------------
 

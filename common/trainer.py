@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from common import checkpoint, glm5p3, logprobs, lora, sync, weights  # noqa: E402
+from common import checkpoint, glm5p3, logprobs, lora, replay, sync, weights  # noqa: E402
 from common.batch import deal, micro_count  # noqa: E402
 from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
@@ -48,12 +48,13 @@ class TrainerRank:
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
                  max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
                  te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30,
-                 optimizer_offload=0.0, precision_aware=False):
+                 optimizer_offload=0.0, precision_aware=False, replay=False):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then
         constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: a key of RECOMPUTE. te:
         Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8'
         (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights. optimizer_offload: share of the optimizer's
-        state that lives and steps on the host; precision_aware: keeps it in narrower types."""
+        state that lives and steps on the host; precision_aware: keeps it in narrower types. replay: a batch may have "routes"
+        (common/replay.py), and its tokens then take those experts."""
         if fp8 and not te:
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -65,6 +66,7 @@ class TrainerRank:
                                    use_precision_aware_optimizer=precision_aware)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
         self.te, self.fp8, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, bucket_bytes, None, [], False
+        self.replay = replay
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
@@ -110,6 +112,7 @@ class TrainerRank:
         if self.lora["rank"]:
             lora.add(self.model, cfg, **self.lora)
         logprobs.return_hidden(self.model, cfg)
+        self.replaying = replay.attach(self.model, cfg) if self.replay else []
         self.trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         # overlap off: one all-reduce after the last micro-batch, in a fixed order, so that a resumed run repeats it bit for bit
         self.ddp = DistributedDataParallel(cfg, DistributedDataParallelConfig(
@@ -142,6 +145,14 @@ class TrainerRank:
             self._run(self._micro_batches(batch), keep, forward_only=True)
         self.ddp.train()
         return found if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0 else []
+
+    def replayed(self):
+        """(3,) sums over this rank's tokens and layers in `logprobs` with routes since the last call, for replay.health: the
+        sampler's experts are the trainer's own choice, share of them that is, 1."""
+        found = sum((np.array([float(n) for n in counts]) for f in self.replaying for counts in f.counts), np.zeros(3))
+        for forced in self.replaying:
+            forced.counts.clear()
+        return found
 
     def trace(self, tokens):
         """{layer: (len(tokens), trace.WIDTH) lists} of this rank's layers: projections of what each hands on."""
@@ -215,7 +226,12 @@ class TrainerRank:
                        f"use fewer ranks, longer micro-batches (max_tokens is {self.max_tokens}) or more sequences")
         mine = ranks[mpu.get_data_parallel_rank()]
         rows = self.layout["tp"] * (32 if self.fp8 else 1)         # FP8 products want whole blocks of rows on every tensor rank
-        return [pack(batch, sorted(mine[j] for j in part), rows) for part in deal([lengths[i] for i in mine], n)]
+        micros = [pack(batch, sorted(mine[j] for j in part), rows) for part in deal([lengths[i] for i in mine], n)]
+        if "routes" in batch:
+            if not self.replay:
+                raise Stop("the batch has routes, and this trainer was started with replay off")
+            replay.place(micros, batch, **replay.sizes(self.hf))
+        return micros
 
     def _run(self, micros, loss_of, forward_only=False):
         def step(data, model):
@@ -224,6 +240,8 @@ class TrainerRank:
         get_forward_backward_func()(
             forward_step_func=step, data_iterator=iter(micros), model=[self.ddp], num_microbatches=len(micros),
             seq_length=max(m["ids"].shape[1] for m in micros), micro_batch_size=1, forward_only=forward_only)
+        if left := sum(len(forced.waiting) for forced in self.replaying):
+            raise Stop(f"{left} routers were to be recomputed with their routes and were not: others took these")
 
     # -- the adapter -------------------------------------------------------------------------------------------------------------
 

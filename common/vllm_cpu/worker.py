@@ -4,16 +4,20 @@ engine's configuration is checked before it loads anything. Goes when common/vll
 import json
 from pathlib import Path
 
+import numpy as np
 from vllm.config import CompilationMode
 from vllm.v1.worker.cpu_worker import CPUWorker as VllmCPUWorker
 
-from common import vllm_cpu
+from common import replay, vllm_cpu
 from common.cli import Stop
+from common.receive import answered
 
 vllm_cpu.install()
 
 
 class CPUWorker(VllmCPUWorker):
+    routes = None                                   # {request: [rows, [(tokens, MoE layers, k), ...]]} while routes are kept
+
     def __init__(self, vllm_config, *args, **kwargs):
         check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -29,6 +33,52 @@ class CPUWorker(VllmCPUWorker):
             return super().sample_tokens(*args, **kwargs)
         finally:
             generators.update(away)
+
+    # vLLM's own enable_return_routed_experts needs its Model Runner V2, which needs Triton. Goes when that runs on the CPU.
+
+    @answered
+    def routes_start(self):
+        """Keep the experts of every token from here on."""
+        self.routes, self.chosen = {}, {}
+        kind = replay.dtype(self.model_config.get_num_experts())
+        self._capture(lambda layer: lambda ids: self.chosen.__setitem__(layer, ids.numpy().astype(kind)))
+        return {}
+
+    @answered
+    def routes_stop(self):
+        """{"routes": {request: (tokens that were fed, MoE layers, k)}} since routes_start."""
+        self._capture(lambda layer: None)
+        kept, self.routes = self.routes, None
+        # vLLM's name of a request inside is the outer one with a dash and eight digits
+        return {"routes": {request.rpartition("-")[0]: np.concatenate(parts) for request, (_, parts) in kept.items() if parts}}
+
+    def _capture(self, hook):
+        from vllm.model_executor.layers.fused_moe import MoERunner
+        for module in self.model_runner.model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(hook(module.layer_id))
+
+    def execute_model(self, scheduler_output):
+        if self.routes is None or not scheduler_output.total_num_scheduled_tokens:
+            return super().execute_model(scheduler_output)
+        self.chosen.clear()
+        output = super().execute_model(scheduler_output)
+        rows, first = np.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1), 0
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens))
+        for request in self.model_runner.input_batch.req_ids:
+            n, kept = scheduler_output.num_scheduled_tokens[request], self.routes.setdefault(request, [0, []])
+            # A preempted request starts over: its first rows stay, which the log-probabilities that are out already used. A token
+            # that was not run (prefix cache) leaves a gap; nothing more is kept then, and the caller misses rows.
+            again = kept[0] - computed[request]
+            if 0 <= again < n:
+                kept[1].append(rows[first + again:first + n])
+                kept[0] += n - again
+            first += n
+        if first != len(rows):
+            raise Stop(f"{len(rows)} tokens were routed, the batch's requests have {first}")
+        return output
 
 
 def check(vllm_config):
