@@ -65,7 +65,7 @@ class TrainerRank:
         self.host_optimizer = dict(optimizer_cpu_offload=optimizer_offload > 0, optimizer_offload_fraction=optimizer_offload,
                                    use_precision_aware_optimizer=precision_aware)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
-        self.te, self.fp8, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, bucket_bytes, None, [], False
+        self.te, self.fp8, self.merge, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, merge, bucket_bytes, None, [], False
         self.replay = replay
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
@@ -248,10 +248,11 @@ class TrainerRank:
     def offer(self, version):
         """Collective export of the adapter in the model's dtype, or of the next bucket of all weights. The lead rank of each
         replica answers with its fingerprint, and the first lead of a node packs it and says where it lies; None on all others."""
-        if self.lora["rank"]:
+        adapter = self.lora["rank"] and not self.merge
+        if adapter:
             tensors, last = lora.export(self.model, self.cfg, self.dtype), True
         else:
-            self.coming = self.coming or weights.buckets(self.model, self.cfg, self.bucket_bytes)
+            self.coming = self.coming or weights.buckets(self.model, self.cfg, self.bucket_bytes, self.merge)
             tensors, last = next(self.coming)
             if mpu.get_tensor_model_parallel_rank() or mpu.get_pipeline_model_parallel_rank():
                 tensors = {}                                       # every rank has them; the lead of each replica answers
@@ -260,7 +261,7 @@ class TrainerRank:
         if not tensors:
             return None
         header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
-                                 kind="adapter" if self.lora["rank"] else "weights", last=last)
+                                 kind="adapter" if adapter else "weights", last=last)
         ticket = self.transport.offer(flat) if where.index(where[self.rank]) == self.rank else None
         return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
 

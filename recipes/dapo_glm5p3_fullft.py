@@ -551,12 +551,14 @@ def main(check_only=False, doc=__doc__):
         if step % cfg.eval_every == 0 or step == cfg.steps:
             run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
 
-    trainer.onload()
-    trainer.save_model(str((run.folder / "model").absolute()))
+    model = (run.folder / f"model-step-{cfg.steps}").absolute()
+    if not model.exists():                                    # a finished run may be resumed for more steps
+        trainer.onload()
+        trainer.save_model(str(model))
     for old in run.folder.glob("rendezvous-*"):               # and those of starts that were killed
         old.unlink()
     run.finish({"steps": cfg.steps, "version": version})
-    print(f"done: {run.folder} has metrics.jsonl, the evaluations in eval/, and the model for transformers and vLLM in model/")
+    print(f"done: {run.folder} has metrics.jsonl, the evaluations in eval/, and {model.name}/ for transformers and vLLM")
     return 0
 
 
