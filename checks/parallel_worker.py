@@ -137,6 +137,7 @@ def measure(folder, out, tp=1, pp=1, ep=1):
         lora.perturb(built, cfg, std=0.05, seed=3)
         lps = step(cfg, built, list(micro.values()), backward=True)
         adapter = lora.export(built, cfg, torch.float32)
+        note(f"merged-{mode}", dict(weights.stream(built, cfg, merge=True)), [])
         everywhere = [adapter]
         dist.broadcast_object_list(everywhere, 0)
         before = {k: v.clone() for k, v in lora.named(built, cfg)}

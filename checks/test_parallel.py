@@ -1,6 +1,7 @@
 """Layouts over several gloo ranks equal one rank: logprobs, gradients (all weights, adapters), files, streamed weights, exported
 adapter."""
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,26 @@ def test_checkpoint_round_trip_is_exact(facts, case):
             assert got.dtype == want[k].dtype and torch.equal(got, want[k]), k
     assert (facts / case / "saved" / "config.json").read_text() == (facts / "model" / "config.json").read_text()
     assert not list((facts / case).glob("*.partial"))
+
+
+@pytest.mark.parametrize("case", ["1-1x1x1", *CASES])
+@pytest.mark.parametrize("mode", ["shared", "each"])
+def test_merged_weights_are_base_plus_b_times_a(facts, case, mode):
+    """Against the exported adapter, in float64."""
+    base, merged = everything(facts / "model"), together(facts / case, f"merged-{mode}")
+    exported = together(facts / case, mode).items()
+    adapter = {k.removeprefix("adapter."): t.double() for k, t in exported if k.startswith("adapter.")}
+    assert merged.keys() == base.keys()
+    changed = 0
+    for name, t in merged.items():
+        path, expert = name.removeprefix("model.").removesuffix(".weight"), None
+        if found := re.search(r"\.experts\.(\d+)\.", path):
+            path, expert = path.replace(found[0], ".experts."), int(found[1])
+        a, b = adapter.get(f"{path}.lora_A"), adapter.get(f"{path}.lora_B")
+        if a is None:
+            assert torch.equal(t, base[name]), name
+            continue
+        a, b = (a[expert], b[expert]) if a.ndim == 3 else (a, b)
+        torch.testing.assert_close(t.double(), base[name].double() + b @ a, rtol=1e-6, atol=1e-6, msg=name)
+        changed += 1
+    assert changed > 100

@@ -198,6 +198,26 @@ def test_adapters_and_weights_do_not_mix(trainer, engine):
     publish(trainer, engine)
 
 
+@pytest.mark.parametrize("experts", ["shared", "each"])
+def test_a_merged_adapter_is_what_the_trainer_computes(trainer, engine, folder, batch, tmp_path, experts):
+    """Another trainer, frozen weights and an adapter, whose hand-off brings the sum."""
+    from common import lora
+    mpu.destroy_model_parallel()
+    merging = TrainerRank(0, 1, folder, dtype=DTYPE, lora_rank=8, lora_alpha=16, lora_targets=lora.TARGETS, experts=experts,
+                          bucket_bytes=500_000, merge=True)
+    merging.load(tmp_path / "rendezvous")
+    publish(merging, engine)
+    assert gap(merging, engine, batch).mean() <= MEAN, "lora_B is zero at the start"
+    prompts = [t[:n].tolist() for t, n in zip(batch["tokens"][:2], batch["n_prompt"])]
+    report = logprob_parity.five_steps(Local(merging), Local(engine), prompts, dtype=DTYPE, max_tokens=24, version=engine.version)
+    assert report["passed"], report["why"]
+    merging.perturb(1.0)
+    assert gap(merging, engine, batch).mean() > 100 * MEAN, "the sampler was not told"
+    publish(merging, engine)
+    found = gap(merging, engine, batch)
+    assert found.mean() <= 2 * MEAN and found.max() <= MAX, f"{found.mean():.1e}, {found.max():.1e}"
+
+
 def test_30_publishes_leave_no_memory_behind(trainer, engine):
     for i in range(40):
         if i == 10:

@@ -47,14 +47,14 @@ class TrainerRank:
     def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
                  max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
-                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30,
-                 optimizer_offload=0.0, precision_aware=False, replay=False):
+                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30, optimizer_offload=0.0, precision_aware=False, replay=False,
+                 merge=False):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then
         constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: a key of RECOMPUTE. te:
         Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8'
         (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights. optimizer_offload: share of the optimizer's
         state that lives and steps on the host; precision_aware: keeps it in narrower types. replay: a batch may have "routes"
-        (common/replay.py), and its tokens then take those experts."""
+        (common/replay.py), and its tokens then take those experts. merge: hands over all weights with the adapter in them."""
         if fp8 and not te:
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -65,8 +65,8 @@ class TrainerRank:
         self.host_optimizer = dict(optimizer_cpu_offload=optimizer_offload > 0, optimizer_offload_fraction=optimizer_offload,
                                    use_precision_aware_optimizer=precision_aware)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
-        self.te, self.fp8, self.merge, self.bucket_bytes, self.coming, self.flips, self.parked = te, fp8, merge, bucket_bytes, None, [], False
-        self.replay = replay
+        self.te, self.fp8, self.replay, self.merge, self.bucket_bytes = te, fp8, replay, merge, bucket_bytes
+        self.coming, self.flips, self.parked = None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 

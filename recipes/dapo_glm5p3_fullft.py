@@ -49,6 +49,7 @@ class Config:
     dtype: str = "bfloat16"                  # of weights and activations; gradients, masters and moments are float32
     train_fp8: str = "mxfp8"                 # the trainer's matrix products: mxfp8 (Blackwell), blockwise (Hopper) or none
     sampler_fp8: str = "fp8_per_block"       # the sampler's weights, cast as they arrive: fp8_per_block, fp8 (per tensor) or none
+    replay: bool = True                      # router replay (R3): the trainer's tokens take the experts that the sampler chose
     # data
     train_data: str = "data/dapo_math.parquet"   # data/prepare_dapo_math.py: 17,391 prompts, less those of AIME
     eval_data: str = "data/aime_2024.parquet"    # data/prepare_aime.py: 30 problems
@@ -333,7 +334,7 @@ def start(cfg, run):
     place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     per_node, quantization = cfg.gpus_per_node, {} if cfg.sampler_fp8 == "none" else {"quantization": cfg.sampler_fp8}
     sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
-        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, weights=True, max_num_seqs=cfg.max_num_seqs,
+        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, weights=True, replay=cfg.replay, max_num_seqs=cfg.max_num_seqs,
         # one more than the longest answer, because scoring it asks vLLM for a token after it
         max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
         # no weights of its own: all of them come with the first version
@@ -341,7 +342,7 @@ def start(cfg, run):
         gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines)
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
-        fp8=None if cfg.train_fp8 == "none" else cfg.train_fp8, optimizer_offload=cfg.optimizer_offload,
+        fp8=None if cfg.train_fp8 == "none" else cfg.train_fp8, replay=cfg.replay, optimizer_offload=cfg.optimizer_offload,
         precision_aware=cfg.precision_aware, bucket_bytes=int(cfg.bucket_gib * 2**30),
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
@@ -421,8 +422,9 @@ def main(check_only=False, doc=__doc__):
     from transformers import AutoTokenizer
 
     from checks.logprob_parity import five_steps
-    from common import cluster, hf_config, rewards, sync
+    from common import cluster, hf_config, replay, rewards, sync
     from common.batch import merge
+    from common.sampler import spread
 
     if cfg.rehearse:
         from data.teach import taught
@@ -500,6 +502,8 @@ def main(check_only=False, doc=__doc__):
         # 4. log-probabilities before the step's updates, by the trainer: the ratio's denominator
         trainer.onload()
         logp_rollout = [r["logp"] for r in rollouts]
+        if cfg.replay:                                        # in the updates too
+            batch["routes"] = [r["routes"] for r in rollouts]
         logp_old = merge(trainer.logprobs(batch), P * G)
         gap = mismatch(logp_old, logp_rollout)
         if not gap["mean"] <= cfg.max_mismatch:
@@ -525,14 +529,18 @@ def main(check_only=False, doc=__doc__):
         trainer.offload()
         sampler.wake()
         version += 1
+        some = (batch["tokens"][:8 * cfg.engines],)           # whose routes must be others with other weights
+        before = spread(sampler, "routes", some) if cfg.replay else None
         sync.publish(trainer, sampler, version)
+        routed = replay.health(batch["routes"], hf.n_routed_experts, trainer.replayed(),
+                               (before, spread(sampler, "routes", some))) if cfg.replay else {}
         clock.append(time.time())
 
         # 7. log, save, evaluate
         metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(),
                    "rollout/capped": is_truncated_B.mean(), "rollout/tokens": length_B.mean(),
                    "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
-                   **{f"mismatch/{k}": v for k, v in gap.items()}, "policy/version": version,
+                   **{f"mismatch/{k}": v for k, v in gap.items()}, **routed, "policy/version": version,
                    **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
                    **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
         run.log(step, metrics)
