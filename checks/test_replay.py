@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.trainer import RECOMPUTE, TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
 
 from checks import parallel_worker, tiny
+from checks.local import Local
 from checks.test_parallel import together
-from common import replay, weights
+from common import replay, sync, weights
 from common.batch import merge
 from common.cli import Stop
 from data import arithmetic
@@ -342,6 +343,9 @@ def checkpoint(folder, **over):
 @contextlib.contextmanager
 def engine(folder, **over):
     from common.sampler import SamplerEngine
+    from common.vllm_cpu.worker import CPUWorker
+    # vLLM mixes the receiver into this class for good, and refuses another one beside it
+    CPUWorker.__bases__ = CPUWorker.__bases__[:1]
     args = dict(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, replay=True)
     held = SamplerEngine(folder, **{**args, **over})
     try:
@@ -350,6 +354,7 @@ def engine(folder, **over):
         from vllm.distributed import cleanup_dist_env_and_memory
         held.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+        CPUWorker.__bases__ = CPUWorker.__bases__[:1]
 
 
 def agreement(folder, sequences, routes):
@@ -420,6 +425,26 @@ def test_the_trainer_chooses_what_the_sampler_did(make, tmp_path):
 
 
 @on_cpu
+def test_routes_follow_a_publish_of_all_weights(make, tmp_path):
+    checkpoint(tmp_path)
+    probe = [p.tolist() for p in tiny.sequences((120, 150, 110), seed=8)]
+    with engine(tmp_path, weights=True) as sampler:
+        trainer = make(model=tmp_path)
+        before = sampler.routes(probe)
+        trainer.perturb(5, seed=1)
+        with pytest.raises(Stop, match="none of 1140 routes changed with the weights"):
+            replay.health(before, 8, probe=(before, sampler.routes(probe)))
+        data = {"tokens": [np.array(p) for p in probe], "n_prompt": [1] * 3, "routes": [r[:-1] for r in before]}
+        trainer.logprobs(data)
+        stale = trainer.replayed()
+        sync.publish(Local(trainer), Local(sampler), 1)
+        after = sampler.routes(probe)
+        trainer.logprobs(data | {"routes": [r[:-1] for r in after]})
+        found = replay.health(after, 8, counts=[trainer.replayed()], probe=(before, after))
+        assert found["routes/same"] == 1 and found["routes/changed"] > 0.3 and stale[0] < 0.7 * stale[2]
+
+
+@on_cpu
 def test_missing_rows_and_replay_off_are_a_stop(tmp_path):
     checkpoint(tmp_path)
     prompt = tiny.sequences([80], seed=4)[0].tolist()
@@ -427,6 +452,7 @@ def test_missing_rows_and_replay_off_are_a_stop(tmp_path):
         sampler.generate([prompt], [0], 4)
         with pytest.raises(Stop, match=r"routes are NoneType, but 84 tokens want uint8 \(83, 3, 2\)"):
             sampler.generate([prompt], [0], 4)
+        assert "routes" not in sampler.generate([prompt], [0], 4, routes=False)[0]
         sampler.replay = False
         assert "routes" not in sampler.generate([prompt], [0], 4)[0]
         with pytest.raises(Stop, match="started with replay off"):

@@ -69,14 +69,14 @@ class SamplerEngine:
     def node(self):
         return node_name()
 
-    def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0):
+    def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0, routes=True):
         """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T),
         is_truncated (the token cap ended it), versions (int32, T: which policy version produced each token); with replay
-        also routes (prompt + T - 1, MoE layers, k). Stop where an answer's end is missing."""
+        also routes (prompt + T - 1, MoE layers, k), unless they are not wanted. Stop where an answer's end is missing."""
         from vllm import SamplingParams
         params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=s, logprobs=0,
                                  detokenize=False) for s in seeds]
-        outs, routes = self._ask_routed(prompts, params) if self.replay else (self._ask(prompts, params), [])
+        outs, chosen = self._ask_routed(prompts, params) if self.replay and routes else (self._ask(prompts, params), [])
         answers = []
         for out, prompt in zip(outs, prompts, strict=True):
             one = out.outputs[0]
@@ -88,8 +88,8 @@ class SamplerEngine:
             answers.append({"tokens": np.asarray(one.token_ids, dtype=np.int32), "is_truncated": one.finish_reason == "length",
                             "logp": np.asarray([lp[t].logprob for lp, t in zip(one.logprobs, one.token_ids)], dtype=np.float32),
                             "versions": np.full(len(one.token_ids), self.version, dtype=np.int32)})
-        for answer, route in zip(answers, routes):
-            answer["routes"] = route
+        for answer, r in zip(answers, chosen):
+            answer["routes"] = r
         return answers
 
     def routes(self, sequences):
