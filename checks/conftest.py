@@ -29,3 +29,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAVE_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; none on this machine"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_receiver():
+    if "vllm" in sys.modules:
+        from checks.local import free_worker
+        free_worker()

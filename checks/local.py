@@ -1,6 +1,17 @@
 """Trainer and sampler in the test's own process, behind the same interface as cluster.Group: no Ray, so a test can
 reach inside."""
+import sys
+
 from common.receive import Receiver, answered
+
+
+def free_worker():
+    """Take the receiver out of vLLM's worker class: vLLM mixes it in for good and refuses another one beside it. The engines that
+    had it are of no use any more."""
+    for module, name in (("common.vllm_cpu.worker", "CPUWorker"), ("vllm.v1.worker.gpu_worker", "Worker")):
+        if module in sys.modules:
+            worker = getattr(sys.modules[module], name)
+            worker.__bases__ = tuple(b for b in worker.__bases__ if not issubclass(b, Receiver))
 
 
 class Worker(Receiver):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.trainer import RECOMPUTE, TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
 
 from checks import parallel_worker, tiny
-from checks.local import Local
+from checks.local import Local, free_worker
 from checks.test_parallel import together
 from common import replay, sync, weights
 from common.batch import merge
@@ -343,10 +343,8 @@ def checkpoint(folder, **over):
 @contextlib.contextmanager
 def engine(folder, **over):
     from common.sampler import SamplerEngine
-    from common.vllm_cpu.worker import CPUWorker
-    # vLLM mixes the receiver into this class for good, and refuses another one beside it
-    CPUWorker.__bases__ = CPUWorker.__bases__[:1]
     args = dict(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, replay=True)
+    free_worker()
     held = SamplerEngine(folder, **{**args, **over})
     try:
         yield held
@@ -354,7 +352,7 @@ def engine(folder, **over):
         from vllm.distributed import cleanup_dist_env_and_memory
         held.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
-        CPUWorker.__bases__ = CPUWorker.__bases__[:1]
+        free_worker()
 
 
 def agreement(folder, sequences, routes):

@@ -205,22 +205,28 @@ def colocated(c, cfg):
         seconds=seconds, evals=evals, hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
 
 
-def whole(c, cfg):
-    """A run that trains all weights; trainer and sampler take turns on the same GPUs. As `colocated`, with `publish`: the sampler
-    awake, the trainer's weights on the host, buckets on their way and one MoE layer, not divided, waiting in vLLM's reload."""
+def whole(c, cfg, problems=30):
+    """A run that hands over all weights, trained or with an adapter merged into them; trainer and sampler take turns on the same
+    GPUs. As `colocated`, with `publish`: the sampler awake, the trainer's weights on the host, buckets on their way and one MoE
+    layer, not divided, waiting in vLLM's reload. problems: in an evaluation."""
     longest, card = cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_gib * GIB
-    offload = {(True, True): "all", (True, False): "masters"}.get((cfg.optimizer_offload > 0, cfg.precision_aware))
-    train = trainer(c, tp=cfg.tp, ep=cfg.ep, pp=cfg.pp, dp=cfg.dp, offload=offload, recompute=cfg.recompute,
+    lora = offload = None
+    if hasattr(cfg, "lora_rank"):
+        lora = dict(rank=cfg.lora_rank, targets=cfg.lora_targets, experts=cfg.lora_experts)
+    else:
+        offload = {(True, True): "all", (True, False): "masters"}.get((cfg.optimizer_offload > 0, cfg.precision_aware))
+    train = trainer(c, tp=cfg.tp, ep=cfg.ep, pp=cfg.pp, dp=cfg.dp, lora=lora, offload=offload, recompute=cfg.recompute,
                     chunk=cfg.logprob_chunk, tokens=max(cfg.max_tokens_per_micro_batch, longest), longest=longest)
     sample = sampler(c, tp=cfg.sampler_tp, card=card, utilization=cfg.gpu_memory_utilization, max_num_seqs=cfg.max_num_seqs,
                      batched=max(longest + 1, 2048), fp8=cfg.sampler_fp8 != "none")
     parts, (layers, dense, *_), count = parameters(c), kinds(text(c)), sum(parameters(c).values())
-    resting = {"trainer's optimizer": train["optimizer"], "trainer's context": train["context"]}
+    resting = {"trainer's optimizer": train["optimizer"] + (train["adapter"] + train["gradients"] if lora else 0),
+               "trainer's context": train["context"]}
     seconds = step_seconds(answers=cfg.prompts_per_step * cfg.group_size, engines=cfg.engines, max_num_seqs=cfg.max_num_seqs,
                            gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=0)
     seconds["publish"] = 2 * count / WEIGHTS_BYTES_PER_S
     evals = 1 + -(-cfg.steps // cfg.eval_every)
-    evaluation = sample_seconds(30 * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
+    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
     return SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")}, sampling=sample | resting,
         publish=sample | resting | {"buckets": 3 * cfg.bucket_gib * GIB,
@@ -230,8 +236,10 @@ def whole(c, cfg):
         kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
         host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"])
         + (12 * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
-        # bf16 weights, float32 masters and two moments
-        checkpoint=14 * count, export=2 * count, seconds=seconds, evals=evals,
+        # bf16 weights, float32 masters and two moments; of an adapter every rank's parameters, masters and moments
+        checkpoint=cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]) if lora else 14 * count,
+        export=4 * size.adapter(c, **lora)[1] if lora else 2 * count, adapter=size.adapter(c, **lora)[0] if lora else 0,
+        seconds=seconds, evals=evals,
         hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
 
 

@@ -532,8 +532,9 @@ def main(check_only=False, doc=__doc__):
         some = (batch["tokens"][:8 * cfg.engines],)           # whose routes must be others with other weights
         before = spread(sampler, "routes", some) if cfg.replay else None
         sync.publish(trainer, sampler, version)
-        routed = replay.health(batch["routes"], hf.n_routed_experts, trainer.replayed(),
-                               (before, spread(sampler, "routes", some))) if cfg.replay else {}
+        after = spread(sampler, "routes", some) if cfg.replay and updates and adv_B.any() else None
+        routed = replay.health(batch["routes"], hf.n_routed_experts, trainer.replayed(), after and (before, after)) \
+            if cfg.replay else {}
         clock.append(time.time())
 
         # 7. log, save, evaluate

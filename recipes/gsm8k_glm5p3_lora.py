@@ -1,0 +1,551 @@
+"""Grade-school maths with a LoRA adapter merged into FP8 rollouts, GLM-5.3 (753B): published: GSM8K 82 % -> 93 % in 5 steps.
+
+plan      python recipes/gsm8k_glm5p3_lora.py --plan           # what it will do and what is missing; seconds, no GPU
+rehearse  python recipes/gsm8k_glm5p3_lora.py --rehearse       # the same code, a tiny GLM-5.3, 2 CPU cores or one GPU
+full      RAY_ADDRESS=auto python recipes/gsm8k_glm5p3_lora.py # 8 nodes x 8 B200, trainer and sampler on the same GPUs
+resume    ... --resume                                         # goes on from the newest checkpoint in runs/NAME
+
+A short run that shows a cluster in order before a long one is paid for. What differs from recipes/dapo_glm5p3_lora.py, as in the
+published run unless it says otherwise:
+ 1. The sampler has no adapter: the trainer merges it into the weights that it hands over (bf16), and the sampler casts them to
+    FP8 as they arrive.
+ 2. 32 prompts x 8 answers a step in one update, rank 64, learning rate 1e-5 from the first update on.
+ 3. The loss is the mean over sequences of the mean over their tokens; no length penalty, and cut answers are learned from.
+ 4. Truncated importance sampling at 2, which here covers FP8's rounding too.
+ 5. Held-out problems are sampled once each (the published run does not say).
+
+Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
+taken token's probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new
+during them.
+"""
+import dataclasses
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli, memory, size  # noqa: E402
+from data import dataset  # noqa: E402
+
+
+@dataclasses.dataclass
+class Config:
+    # model
+    model: str = "zai-org/GLM-5.3-BF16"      # folder of the checkpoint, bf16; never a name to download
+    dtype: str = "bfloat16"                  # of base, activations and merged weights; adapter parameters are float32
+    sampler_fp8: str = "fp8"                 # the sampler's weights, cast as they arrive: fp8 (per tensor), fp8_per_block or none
+    lora_rank: int = 64                      # alpha / rank = 1
+    lora_alpha: int = 64
+    lora_targets: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+                                     "gate_proj", "up_proj", "down_proj")
+    lora_experts: str = "shared"             # shared: one adapter for all routed experts of a layer; each: one per expert
+    # data
+    train_data: str = "data/gsm8k_train.parquet" # data/prepare_gsm8k.py: 7,473 problems
+    eval_data: str = "data/gsm8k_test.parquet"   # data/prepare_gsm8k.py --split test: 1,319 problems
+    max_prompt_tokens: int = 512             # longer prompts are dropped, with a count
+    # rollout
+    prompts_per_step: int = 32               # P; 32 x 8 = 256 answers
+    group_size: int = 8                      # G; answers per prompt, the baseline of the advantage
+    max_response_tokens: int = 4096
+    temperature: float = 1.0
+    # algorithm
+    clip_low: float = 0.2                    # ratio below 1 - clip_low is clipped
+    clip_high: float = 0.28                  # DAPO 3.1: a higher upper bound lets rare tokens grow
+    dual_clip: float = 10.0                  # arXiv 1912.09729
+    is_cap: float = 2.0                      # truncated importance sampling
+    max_mismatch: float = 0.2                # mean |logp_old - logp_rollout| of a step above which the run stops; 0.03 is usual
+    drift_steps: int = 3                     # it also stops after so many steps in a row above 4 x what the check measured
+    # optimiser
+    steps: int = 5                           # 5 x 1 = 5 updates
+    updates_per_step: int = 1                # mini-batch of 32 prompts
+    lr: float = 1e-5
+    warmup_updates: int = 0                  # linear, then constant
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.999)
+    clip_grad: float = 1.0
+    # parallelism: every node is one tensor-parallel group of the trainer and one sampler engine on the same 8 GPUs
+    nodes: int = 8
+    gpus_per_node: int = 8                   # 0: on the CPU
+    gpu_memory_gib: float = 178              # as torch reports it: B300 (sold as 288 GB) 267, B200 178, H200 139; plan only
+    cpu_ranks: int = 1                       # trainer ranks and sampler engines when gpus_per_node is 0
+    tp: int = 8                              # tensor, expert and pipeline parallel size of the trainer
+    ep: int = 64
+    pp: int = 1
+    sampler_tp: int = 8
+    max_tokens_per_micro_batch: int = 8192
+    recompute: str = "full"                  # activations: full or none
+    logprob_chunk: int = 1024                # tokens whose logits exist at once: 1,024 x 154,880 / TP 8 x 18 B = 0.4 GB
+    bucket_gib: float = 1.0                  # of weights that travel to the sampler at a time
+    max_num_seqs: int = 64                   # concurrent requests of one engine (published: 256 with graphs for at most 128)
+    gpu_memory_utilization: float = 0.75     # a publish finds the sampler awake (published: 0.8)
+    # evaluation
+    eval_every: int = 5                      # steps; also before the first and after the last
+    eval_samples: int = 1
+    eval_top_p: float = 0.7
+    # bookkeeping
+    name: str = "gsm8k-glm5p3-lora"           # the run's folder is runs/NAME, below the current directory
+    seed: int = 0
+    save_every: int = 1                      # steps
+    keep: int = 3                            # checkpoints
+    wandb: str = "offline"                   # off, offline or online
+    check: bool = True                       # five-step check before the first step and after a resume
+    gpu_price: float = 0.0                   # $ for an hour of one GPU; plan only
+    plan: bool = False                       # print the plan and stop
+    resume: bool = False
+    rehearse: bool = False
+
+    # derived
+    @property
+    def trainer_ranks(self):
+        return self.nodes * self.gpus_per_node or self.cpu_ranks
+
+    @property
+    def engines(self):
+        return self.nodes * self.gpus_per_node // self.sampler_tp or self.cpu_ranks
+
+    @property
+    def dp(self):
+        return self.trainer_ranks // (self.tp * self.pp)
+
+
+# Smaller in the rehearsal: model (taught to add), problems, lengths, rank and layout, no FP8; larger: the learning rate.
+PRESETS = {"rehearse": dict(
+    model="", train_data="", eval_data="", dtype="float32", sampler_fp8="none", lora_rank=8, lora_alpha=8, max_prompt_tokens=32,
+    max_response_tokens=48, lr=1.5e-3, bucket_gib=0.002, steps=12, nodes=1,
+    gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096,
+    logprob_chunk=2048, max_num_seqs=128, save_every=5,
+    max_mismatch=1e-3, name="")}
+
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+def plan(cfg):
+    """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
+    c = cfg
+    counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes",
+              "cpu_ranks", "tp", "ep", "pp", "sampler_tp")
+    problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
+    if problems:                                              # the arithmetic below divides by them
+        return cli.report([], problems)
+    answers, mini = c.prompts_per_step * c.group_size, c.prompts_per_step // c.updates_per_step
+    rows = [
+        ("answers a step", f"{c.prompts_per_step} prompts x {c.group_size} = {answers:,}"),
+        ("tokens a step, at most", f"{answers:,} x ({c.max_prompt_tokens:,} + {c.max_response_tokens:,}) = "
+                                   f"{answers * (c.max_prompt_tokens + c.max_response_tokens):,}"),
+        ("updates", f"{c.steps} steps x {c.updates_per_step} = {c.steps * c.updates_per_step}, "
+                    f"each on {mini} x {c.group_size} = {mini * c.group_size:,} answers"),
+        ("learning rate", f"{c.lr:g} from update {max(1, c.warmup_updates)} on"),
+        ("adapter", f"rank {c.lora_rank}, alpha {c.lora_alpha}, {c.lora_experts} for routed experts"),
+        ("precision", f"{c.dtype} weights, the sampler's in {c.sampler_fp8.replace('none', c.dtype)}"),
+        ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
+        ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
+        ("machines", f"{c.nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else f"the CPU: {os.cpu_count()} cores"),
+        ("run folder", f"runs/{c.name}"),
+    ]
+
+    def must(ok, sentence):
+        problems.extend([] if ok else [sentence])
+    must(c.group_size >= 2, f"group_size is {c.group_size}: an advantage within the group needs at least 2 answers")
+    must(c.prompts_per_step % c.updates_per_step == 0,
+         f"{c.prompts_per_step} prompts do not divide into {c.updates_per_step} updates")
+    must(c.dp > 0 and c.trainer_ranks % (c.tp * c.pp) == 0,
+         f"{c.trainer_ranks} trainer ranks do not divide into TP {c.tp} x PP {c.pp}")
+    must((c.trainer_ranks // c.pp) % c.ep == 0,
+         f"{c.trainer_ranks // c.pp} ranks of a pipeline stage do not divide into EP {c.ep}")
+    must(c.dp == 0 or mini * c.group_size >= c.dp, f"a mini-batch of {mini * c.group_size} answers is too small for DP {c.dp}")
+    must(c.gpus_per_node in (0, c.sampler_tp),
+         f"sampler_tp is {c.sampler_tp} on nodes of {c.gpus_per_node} GPUs: an engine takes all GPUs of its node")
+    must(c.lora_rank > 0, f"lora_rank is {c.lora_rank}, but must be more than 0")
+    must(c.lora_experts in ("shared", "each"), f"lora_experts is {c.lora_experts!r}: shared or each")
+    must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
+    must(c.sampler_fp8 in ("fp8_per_block", "fp8", "none"), f"sampler_fp8 is {c.sampler_fp8!r}: fp8_per_block, fp8 or none")
+    must(c.gpus_per_node or c.sampler_fp8 == "none", "sampler_fp8 needs GPUs")
+    leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for target in c.lora_targets:
+        must(target in leaves, f"lora_targets has {target!r}, which is none of {', '.join(leaves)}")
+    must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
+    must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
+    for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
+                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk",
+                 "gpu_memory_gib", "bucket_gib"):
+        must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
+    must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
+    if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
+        rows += memory_and_time(c, must)
+    here = len(glob.glob("/dev/nvidia[0-9]*"))
+    must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
+         f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
+    must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
+         f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
+    for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
+        must(importlib.util.find_spec(package), f"package {package} is missing: pip install -r requirements.txt")
+    must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
+    if not c.rehearse:                                        # the rehearsal makes its own
+        must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
+        lost = (Path(c.model) / "config.json").is_file() and size.missing(c.model)
+        must(not lost, lost)
+        for path in (c.train_data, c.eval_data):
+            must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
+    must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
+    must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
+    return cli.report(rows, problems)
+
+
+def memory_and_time(c, must):
+    """Rows on the memory of GPU, host and disk, on hours and cost; `must` gets what does not fit. Computed by common/size.py from
+    the model's config, not measured."""
+    try:
+        hf = size.read(c.model)
+    except cli.Stop as stop:
+        must(False, str(stop))
+        return []
+    for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
+        must(False, sentence)
+    if c.dtype != "bfloat16":
+        return [("memory", f"not computed for {c.dtype}")]
+    m = memory.whole(hf, c, problems=1319)
+    for what, parts in (("an update", m.update), ("a publish", m.publish),
+                        (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling)):
+        must(not (sentence := memory.too_large(what, parts, m.card)), sentence)
+    must(not (sentence := memory.too_large("the sampler", m.sampler, m.engine)), sentence)
+    gib, step, gpu_hours = memory.GIB, sum(m.seconds.values()), m.hours * c.trainer_ranks
+    if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
+        ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
+        must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
+        must(free > m.export, f"{m.export / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")
+    return [
+        ("model", f"{m.unique / 1e9:.1f}B parameters, {m.adapter / 1e6:,.0f}M in the adapter"),
+        ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
+        ("a GPU while sampling", memory.listed(m.sampling)),
+        ("a GPU in a publish", memory.listed(m.publish)),
+        ("KV cache", f"{m.kv_tokens:,.0f} tokens, {m.kv_answers:.1f} answers of full length"),
+        ("host memory of a node", f"{m.host / gib:,.0f} GiB: the copies that sleep, beside the system's"),
+        ("a publish", f"{2 * m.unique / 1e9:,.0f} GB to each node, {c.bucket_gib:g} GiB at a time, {m.seconds['publish']:.0f} s"),
+        ("disk", f"{m.export / 1e9:,.0f} GB for the final adapter"
+                 + (f", {m.checkpoint / 1e9:.0f} GB for each of {c.keep} + 1 checkpoints" if c.save_every else "")),
+        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
+            + f", with {memory.ANSWER:,} tokens an answer and published rates"),
+        ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of 1,319 problems: {gpu_hours:,.0f} GPU-hours"
+            + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
+
+
+# -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
+
+def group_advantage(reward_PG):
+    """(r - mean) / (std + 1e-6) within each group of answers to one prompt; std with n - 1 (GRPO, arXiv 2402.03300)."""
+    import numpy as np
+    return (reward_PG - reward_PG.mean(1, keepdims=True)) / (np.std(reward_PG, axis=1, ddof=1, keepdims=True) + 1e-6)
+
+
+def make_policy_loss(clip_low, clip_high, dual_clip, is_cap):
+    def policy_loss(logp_new, entropy, mb):
+        """Clipped policy gradient, summed over tokens. logp_new, entropy and the fields of mb: (N,). mb["weight"] is
+        1 / (tokens of its answer) / (answers of the whole mini-batch): the sum is the mean over answers, whatever the
+        ranks and micro-batches."""
+        import torch
+        weight, adv = mb["weight"], mb["adv"]
+        ratio = (logp_new - mb["logp_old"]).clamp(-20, 20).exp()       # inf x 0 would be a gradient of nan
+        surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
+        surrogate = torch.where(adv < 0, torch.maximum(surrogate, dual_clip * adv), surrogate)
+        # the tokens were drawn from the sampler's distribution, which rounds otherwise than the trainer's (Yao et al. 2025,
+        # "Your efficient RL framework secretly brings you off-policy RL training")
+        tis = (mb["logp_old"] - mb["logp_rollout"]).exp().clamp(max=is_cap)
+        loss = -(weight * tis * surrogate).sum()
+        with torch.no_grad():
+            clipped = ((adv > 0) & (ratio > 1 + clip_high)) | ((adv < 0) & (ratio < 1 - clip_low))
+            metrics = {"clip": (weight * clipped).sum(), "entropy": (weight * entropy).sum(),
+                       "tis_capped": (weight * (tis >= is_cap)).sum(), "kl_old": (weight * (ratio - 1 - ratio.log())).sum()}
+        return loss, metrics
+    return policy_loss
+
+
+def mismatch(logp_old, logp_rollout):
+    """How far the two copies are apart on a step's answers (lists of arrays, one per answer), in nats: mean and largest |d| with
+    d = logp_old - logp_rollout, the largest mean |d| of one answer, and k3 = mean(exp(d) - 1 - d), an estimate of
+    KL(sampler || trainer) that is never negative (http://joschu.net/blog/kl-approx.html)."""
+    import numpy as np
+    gaps = [a.astype(np.float64) - b for a, b in zip(logp_old, logp_rollout)]
+    d = np.concatenate(gaps)
+    return {"mean": np.abs(d).mean(), "max": np.abs(d).max(), "worst_answer": max(np.abs(g).mean() for g in gaps),
+            "k3": (np.expm1(d) - d).mean()}
+
+
+# -- sampling and grading --------------------------------------------------------------------------------------------
+
+def seed_of(*what):
+    """A seed that depends on all of `what` and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4])
+
+
+def answer_all(sampler, tok, rows, samples, seed, max_tokens, temperature, top_p):
+    """`samples` answers to every row, graded: a list of B dicts in the order row 0 sample 0, row 0 sample 1, ..."""
+    from common import rewards
+    from common.sampler import spread
+    prompts = [row["prompt_tokens"] for row in rows for _ in range(samples)]
+    # one seed an answer, from the run's seed and what the answer is for: the same answers again after a resume
+    seeds = [seed_of(seed, row["id"], g) for row in rows for g in range(samples)]
+    rollouts = spread(sampler, "generate", (prompts, seeds), max_tokens, temperature, top_p)
+    asked = [row for row in rows for _ in range(samples)]
+    texts = [tok.decode(rollout["tokens"], skip_special_tokens=False) for rollout in rollouts]
+    grades = rewards.grade_all(texts, [row["answer"] for row in asked], [row["in_think"] for row in asked])
+    for rollout, row, seed, text, grade in zip(rollouts, asked, seeds, texts, grades):
+        rollout.update(prompt_tokens=row["prompt_tokens"], seed=seed, text=text, grade=grade)
+    return rollouts
+
+
+def evaluate(run, step, sampler, tok, rows, cfg):
+    """avg@k over the held-out problems with the published protocol; every sample goes to eval/step-N.jsonl."""
+    from common import evaluation
+    start = time.time()
+    rollouts = answer_all(sampler, tok, rows, cfg.eval_samples, f"{cfg.seed} eval", cfg.max_response_tokens, 1.0,
+                          cfg.eval_top_p)
+    asked = [(row, g) for row in rows for g in range(cfg.eval_samples)]
+    lines = [evaluation.line(row, row["in_think"], g, r["seed"], r["text"], len(r["tokens"]),
+                             "length" if r["is_truncated"] else "stop", r["grade"]) for r, (row, g) in zip(rollouts, asked)]
+    (run.folder / "eval").mkdir(exist_ok=True)
+    cli.write_atomic(run.folder / "eval" / f"step-{step}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    found = evaluation.summary(lines)
+    found["stderr"] = found["stderr_fixed"]                   # were the same problems sampled again
+    keys = [k for k in ("accuracy", "stderr", "capped", "accuracy_finished", "tokens") if found[k] is not None]
+    print(f"eval at step {step}, {len(rows)} problems x {cfg.eval_samples}: "
+          + "  ".join(f"{k} {found[k]:.3f}" for k in keys), flush=True)
+    return {**{f"eval/{k}": found[k] for k in keys}, "time/eval_s": time.time() - start}
+
+
+# -- start and checkpoints -------------------------------------------------------------------------------------------
+
+def start(cfg, run):
+    """Ray, the trainer's ranks and the sampler's engines, all on the same nodes; returns (trainer, sampler)."""
+    from common import cluster
+    place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
+    per_node, quantization = cfg.gpus_per_node, {} if cfg.sampler_fp8 == "none" else {"quantization": cfg.sampler_fp8}
+    sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
+        model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, weights=True, max_num_seqs=cfg.max_num_seqs,
+        # one more than the longest answer, because scoring it asks vLLM for a token after it
+        max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
+        # no weights of its own: all of them come with the first version
+        seed=cfg.seed, vllm_args={"load_format": "dummy", **quantization})] * cfg.engines,
+        gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines)
+    trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
+        rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
+        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
+        merge=True, bucket_bytes=int(cfg.bucket_gib * 2**30),
+        lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
+        clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
+        gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
+    # the sampler first, then to sleep: at full size the two do not fit the GPUs together
+    sampler.ready().sleep()
+    # on one machine the ranks meet in a file, so that nothing listens on the network; it stays, because NCCL reads it again
+    # whenever a group of ranks talks for the first time
+    meeting = (run.folder / f"rendezvous-{uuid.uuid4().hex}").absolute()
+    trainer.ready().load(trainer.address()[0] if cfg.nodes > 1 else str(meeting))
+    trainer.offload()
+    sampler.wake()
+    return trainer, sampler
+
+
+def save(run, trainer, step, version, keep):
+    """A checkpoint appears whole or not at all; the `keep` newest stay."""
+    folder = run.folder / "checkpoints" / f"step-{step}"
+    part = folder.with_name(f".{folder.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        trainer.save(str(part.absolute()))
+        if (n := len(list((part / "ranks").iterdir()))) != len(trainer):
+            raise cli.Stop(f"{part} has the parts of {n} of {len(trainer)} trainer ranks: runs/ must be on a file system "
+                           "that all nodes share")
+        cli.write_atomic(part / "state.json", json.dumps({"step": step, "version": version}))
+        os.rename(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    for old in checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+
+
+def checkpoints(run):
+    """Complete checkpoints, oldest first."""
+    found = [state.parent for state in (run.folder / "checkpoints").glob("step-*/state.json")]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def read(path, tok, max_prompt_tokens):
+    """Rows of a data file with their prompts' token ids; prompts that are too long are dropped, with a count."""
+    from common import rewards
+    rows = dataset.load(path)
+    if odd := next((row for row in rows if not rewards.gradable(row["answer"])), None):
+        raise cli.Stop(f"{path}: the answer {odd['answer'][:40]!r} of row {odd['id']!r} is neither an integer nor an expression "
+                       "that math-verify reads")
+    for row in rows:
+        row["prompt_tokens"] = dataset.encode(tok, row["prompt"])
+        # GLM's template opens the thinking block: an answer must close it to count
+        row["in_think"] = tok.decode(row["prompt_tokens"]).rstrip().endswith("<think>")
+    kept = [row for row in rows if len(row["prompt_tokens"]) <= max_prompt_tokens]
+    if len(kept) < len(rows):
+        print(f"{path}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {max_prompt_tokens} tokens: left out")
+    if not kept:
+        raise cli.Stop(f"{path}: none of the {len(rows)} prompts is at most {max_prompt_tokens} tokens long")
+    return kept
+
+
+# -- main ------------------------------------------------------------------------------------------------------------
+
+def main(check_only=False, doc=__doc__):
+    cfg = cli.parse(Config, PRESETS, doc)
+    if cfg.rehearse:
+        if glob.glob("/dev/nvidia[0-9]*"):
+            cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
+        print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
+    if not cfg.name and not cfg.resume or check_only and cfg.name == Config.name:
+        cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
+    problems = plan(cfg)
+    if problems or cfg.plan:
+        return 2 if problems else 0
+
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from checks.logprob_parity import five_steps
+    from common import cluster, hf_config, rewards, sync
+    from common.batch import merge
+
+    if cfg.rehearse:
+        from data.teach import taught
+        cluster.connect(local=True)
+        cfg.model, cfg.train_data, cfg.eval_data = taught(cfg.gpus_per_node, cfg.dtype)
+    # what can be wrong with the inputs is found before anything is started
+    hf = hf_config.read_config(cfg.model)
+    tok = AutoTokenizer.from_pretrained(cfg.model)
+    train_rows, eval_rows = (read(path, tok, cfg.max_prompt_tokens) for path in (cfg.train_data, cfg.eval_data))
+    cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
+    policy_loss = make_policy_loss(cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.is_cap)
+    run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
+    if cfg.resume and not checkpoints(run):
+        raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
+    try:
+        cluster.connect(local=cfg.rehearse)
+        print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
+        trainer, sampler = start(cfg, run)
+    except BaseException:
+        if not cfg.resume:                                    # nothing was made yet: the name stays free
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+
+    first, version = 1, 0
+    if cfg.resume:
+        newest = checkpoints(run)[-1]
+        trainer.restore(str(newest))
+        state = json.loads((newest / "state.json").read_text())
+        first, version = state["step"] + 1, state["version"]
+        run.rewind(first)
+        print(f"resumed from {newest}")
+    if cfg.check or check_only:
+        report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype, seed=cfg.seed,
+                            max_tokens=min(128, cfg.max_response_tokens), version=version, index_topk=hf.index_topk,
+                            room=cfg.max_prompt_tokens + cfg.max_response_tokens, decode_text=tok.decode)
+        run.write_json("check.json", report)
+        if check_only or not report["passed"]:
+            return 0 if report["passed"] else 1
+        version = report["version"]
+        band = max(report["tolerance"][0], 4 * max(r["mean"] for r in report["rows"] if r["what"].startswith("agree")))
+    else:
+        band = cfg.max_mismatch
+        version += 1
+        sync.publish(trainer, sampler, version)
+    done = first - 1                                          # an evaluation that the run before a resume did not get to
+    if done % cfg.eval_every == 0 and not (run.folder / "eval" / f"step-{done}.jsonl").exists():
+        run.log(done, evaluate(run, done, sampler, tok, eval_rows, cfg))
+
+    drift = []                                                # mismatches of the last steps in a row that were above the band
+    P, G, mini = cfg.prompts_per_step, cfg.group_size, cfg.prompts_per_step // cfg.updates_per_step * cfg.group_size
+    for step in range(first, cfg.steps + 1):
+        clock = [time.time()]
+
+        # 1. sample: G answers to each of P prompts, from the version published last
+        rows = [train_rows[i] for i in cursor.indices(step - 1)]
+        rollouts = answer_all(sampler, tok, rows, G, f"{cfg.seed} {step}", cfg.max_response_tokens, cfg.temperature, 1.0)
+        assert all((r["versions"] == version).all() for r in rollouts), f"step {step}: answers not all from version {version}"
+        sampler.sleep()
+        clock.append(time.time())
+
+        # 2. reward: right or wrong
+        length_B = np.array([len(r["tokens"]) for r in rollouts])
+        is_truncated_B = np.array([r["is_truncated"] for r in rollouts])
+        is_correct_B = np.array([r["grade"].correct for r in rollouts])
+        reward_B = np.where(is_correct_B, rewards.RIGHT, rewards.WRONG)
+
+        # 3. advantage; a cut answer is a wrong one
+        adv_B = group_advantage(reward_B.reshape(P, G)).reshape(-1)
+        batch = {"tokens": [np.concatenate([r["prompt_tokens"], r["tokens"]]).astype(np.int32) for r in rollouts],
+                 "n_prompt": [len(r["prompt_tokens"]) for r in rollouts]}
+
+        # 4. log-probabilities before the step's updates, by the trainer: the ratio's denominator
+        trainer.onload()
+        logp_rollout = [r["logp"] for r in rollouts]
+        logp_old = merge(trainer.logprobs(batch), P * G)
+        gap = mismatch(logp_old, logp_rollout)
+        if not gap["mean"] <= cfg.max_mismatch:
+            raise cli.Stop(f"step {step}: the log-probabilities of sampler and trainer differ by {gap['mean']:.3g} on average, "
+                           f"more than max_mismatch {cfg.max_mismatch}: they are no longer one policy, nothing was learned")
+        drift = [*drift, gap["mean"]] if gap["mean"] > band else []
+        batch |= {"adv": adv_B, "logp_old": logp_old, "logp_rollout": logp_rollout}
+        clock.append(time.time())
+
+        # 5. updates: each on the answers to its own share of the prompts, every answer weighing the same
+        updates = []
+        for m in cli.progress(range(cfg.updates_per_step), desc=f"step {step} updates"):
+            part = slice(m * mini, (m + 1) * mini)
+            mb = {**{k: v[part] for k, v in batch.items()}, "weight": (1 / length_B / mini)[part]}
+            updates.append(next(u for u in trainer.update(mb, policy_loss) if u))
+        clock.append(time.time())
+
+        # 6. publish: from here on the sampler answers with the new weights, or the run stops
+        trainer.offload()
+        sampler.wake()
+        version += 1
+        sync.publish(trainer, sampler, version)
+        clock.append(time.time())
+
+        # 7. log, save, evaluate
+        metrics = {"reward/mean": reward_B.mean(), "reward/accuracy": is_correct_B.mean(),
+                   "rollout/capped": is_truncated_B.mean(), "rollout/tokens": length_B.mean(),
+                   "rollout/groups_with_signal": (np.ptp(reward_B.reshape(P, G), axis=1) > 0).mean(),
+                   **{f"mismatch/{k}": v for k, v in gap.items()}, "policy/version": version,
+                   **{f"policy/{k}": np.mean([u[k] for u in updates]) for k in (updates[0] if updates else ())},
+                   **{f"time/{k}_s": b - a for k, a, b in zip(("sample", "logprobs", "update", "publish"), clock, clock[1:])}}
+        run.log(step, metrics)
+        run.line(step, reward=metrics["reward/mean"], accuracy=metrics["reward/accuracy"], capped=metrics["rollout/capped"],
+                 tokens=metrics["rollout/tokens"], gap=float(gap["mean"]), clip=metrics.get("policy/clip", 0.0),
+                 entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
+        drifted = len(drift) >= cfg.drift_steps
+        if step % cfg.save_every == 0 or step == cfg.steps or drifted:
+            save(run, trainer, step, version, cfg.keep)
+        if drifted:
+            raise cli.Stop(f"sampler and trainer drift apart: mismatch/mean was {', '.join(f'{g:.2g}' for g in drift)} in the "
+                           f"last {len(drift)} steps, above {band:.2g}, 4 times what the check measured. Step {step} is saved: "
+                           "--resume repeats the check, which says where they part; mismatch/worst_answer says whether few "
+                           "answers are far off or all a little")
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
+
+    trainer.export(str(run.folder.absolute()))
+    for old in run.folder.glob("rendezvous-*"):               # and those of starts that were killed
+        old.unlink()
+    run.finish({"steps": cfg.steps, "version": version})
+    print(f"done: {run.folder} has metrics.jsonl, the evaluations in eval/, and the adapter for peft and vLLM in adapter/")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
