@@ -1,5 +1,5 @@
-"""Transformer Engine's layers against torch's on one GPU: logprobs, gradient, a step, with adapters and without, and FP8 products.
-Each backend in a process of its own, because megatron-core chooses by what can be imported."""
+"""Transformer Engine's layers against torch's on one GPU: logprobs, gradient, a step, with adapters and without, FP8 products. Each
+backend in a process of its own, because megatron-core chooses by what can be imported."""
 import importlib.util
 import os
 import subprocess
@@ -23,8 +23,8 @@ def measure(folder, out, backend, dtype, experts):
     from common.trainer import TrainerRank, lora  # isort: skip
     adapter = {} if experts == "full" else dict(lora_rank=32, lora_alpha=32, experts=experts, lora_targets=[
         t for t in lora.TARGETS if t != "kv_b_proj"])
-    rank = TrainerRank(0, 1, folder, dtype=dtype, te=backend != "torch", fp8="blockwise" if backend == "te-fp8" else None, lr=1e-3,
-                       **adapter)
+    fp8 = "blockwise" if backend == "te-fp8" else None
+    rank = TrainerRank(0, 1, folder, dtype=dtype, te=backend != "torch", fp8=fp8, lr=1e-3, **adapter)
     rank.load(out + ".meeting")
     rank.perturb(0.02) if adapter else None
     g = np.random.default_rng(0)
@@ -60,7 +60,8 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("backend", ["te", "te-fp8"])
 def test_as_far_from_float32_as_torch(measured, backend, experts):
     """Random weights and routing amplify every rounding, so torch's bf16 is the measure. FP8 in blocks has 3 bits for 7."""
-    exact, torch, found = (measured(b, d, experts) for b, d in (("torch", "float32"), ("torch", "bfloat16"), (backend, "bfloat16")))
+    cases = (("torch", "float32"), ("torch", "bfloat16"), (backend, "bfloat16"))
+    exact, torch, found = (measured(*case, experts) for case in cases)
     room = 1.5 if backend == "te" else 5
     for which in ("before", "after"):
         off = {name: np.abs(x[which] - exact[which]).mean() for name, x in (("torch", torch), ("found", found))}
