@@ -417,7 +417,7 @@ def main(check_only=False, doc=__doc__):
     from transformers import AutoTokenizer
 
     from checks.logprob_parity import five_steps
-    from common import cluster, hf_config, rewards, sync
+    from common import cluster, hf_config, preflight, rewards, sync
     from common.batch import merge
 
     if cfg.rehearse:
@@ -435,6 +435,10 @@ def main(check_only=False, doc=__doc__):
         raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
     try:
         cluster.connect(local=cfg.rehearse)
+        m = memory.colocated(size.read(cfg.model), cfg) if cfg.gpus_per_node and not cfg.rehearse else None
+        needs = {"host memory": m.host, "room in runs/": 0 if cfg.resume else m.checkpoints + m.export} if m else {}
+        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, needs,
+                        idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)
     except BaseException:
