@@ -104,6 +104,7 @@ def connect(local, object_store_gb=1):
 
 
 def _interrupt(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)                    # Slurm sends it to the job's script too, which passes it on
     raise KeyboardInterrupt
 
 
