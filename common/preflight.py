@@ -108,8 +108,6 @@ def check(gpus, model, files, runs, needs=None, idle=IDLE):
     nodes = {n["NodeID"]: n["NodeName"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU", 0) >= min(gpus, 1)}
 
     def ask(node):                        # sent as code, not by name: a node without this checkout must be able to say so
-        import sys
-        sys.path.insert(0, root)
         try:
             from common import preflight
             return preflight.answer(node, model, files, mark)
@@ -121,17 +119,17 @@ def check(gpus, model, files, runs, needs=None, idle=IDLE):
     try:
         task = ray.remote(num_cpus=0, max_retries=0, runtime_env=env)(ask)
         asked = {task.options(scheduling_strategy=On(node, soft=False)).remote(node): node for node in nodes}
-        here, rows, card = equal(model, files), [], None
+        here, card = equal(model, files), None
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=SECONDS) if asked else ([], [])
+        rows = [("the cluster", "nodes with GPUs", 0, "needed: more")] * (not nodes)
         rows += [(nodes[asked[future]], "answer", f"none in {SECONDS} s", "needed: one") for future in late]
         for future in sorted(done, key=lambda f: nodes[asked[f]]):
             try:
                 there = ray.get(future)
             except ray.exceptions.RayError as error:
                 there = f"failed ({str(error).strip().splitlines()[-1]})"
-            if isinstance(there, str):
-                odd = [(f"checkout {root}", there, "needed: the driver's")]
-            else:
+            odd = [(f"checkout {root}", there, "needed: the driver's")]
+            if not isinstance(there, str):
                 cards = {f"{name}, driver {driver}" for name, driver, *_ in there["gpus"][:gpus]}
                 card = card or min(cards, default=None)       # of the first node: the driver's machine may have none
                 odd = differences(there["equal"], here) + shortages(there, gpus, needs, idle) \
