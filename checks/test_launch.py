@@ -1,5 +1,5 @@
 """Launching on a cluster: the scripts as Slurm runs them (with stand-ins for its commands that make this machine two hosts, each
-with a real Ray), the SkyPilot task, and the preflight between two real Ray nodes of which one has other files."""
+with a real Ray), the SkyPilot task, and the preflight between real Ray nodes of which two have other files."""
 import json
 import os
 import re
@@ -221,9 +221,9 @@ cli.run_main(main)
 """
 
 
-def test_preflight_between_two_nodes(tmp_path):
+def test_preflight_between_nodes(tmp_path):
     """The second node lives in a mount namespace of its own, as another machine would: another model, data, package and source, a
-    runs/ of its own. All of it is said in one sentence; without these mounts the nodes are fit."""
+    runs/ of its own. The third has no checkout. All of it is said in one sentence, and the first alone is fit."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("unshare -m is not permitted: no second node with other files")
     (tmp_path / "model").mkdir()
@@ -262,8 +262,9 @@ def test_preflight_between_two_nodes(tmp_path):
         alone = drive()
         assert alone.returncode == 0 and re.search(r"preflight: 1 node alike and fit, \d+\.\d s", alone.stdout), alone.stderr
         nodes.append(start(mounts, f"--address=127.0.0.1:{port} --node-name=n2"))
-        end = time.time() + 60
-        while (two := drive()).returncode == 0 and time.time() < end:
+        nodes.append(start(f"mount -t tmpfs none {ROOT}/common", f"--address=127.0.0.1:{port} --node-name=n3"))
+        end = time.time() + 90
+        while " of 3 nodes" not in (all_three := drive()).stderr and time.time() < end:
             pass
     finally:
         for node in reversed(nodes):
@@ -273,12 +274,15 @@ def test_preflight_between_two_nodes(tmp_path):
             except subprocess.TimeoutExpired:
                 pass
             os.killpg(node.pid, signal.SIGKILL) if node.poll() is None else None
-    sentence = two.stderr.strip().splitlines()[-1]
-    assert two.returncode == 1 and sentence.startswith("1 of 2 nodes are not fit for this run: n2: common/flags.py "), two.stderr
+    sentence = all_three.stderr.strip().splitlines()[-1]
+    assert all_three.returncode == 1, sentence
+    assert sentence.startswith("2 of 3 nodes are not fit for this run: n2: common/flags.py "), sentence
+    second, third = sentence.split("; n3: ")
     at = str(tmp_path)
     for what in (f"peft 0.0.1 (driver: {metadata.version('peft')})", f"model {at}/model ", f"{at}/train.parquet ",
                  f"the driver's file in {at}/runs/a not seen (needed: one folder for all nodes)"):
-        assert what in sentence, sentence
-    assert "eval.parquet" not in sentence and "torch" not in sentence and "n1" not in sentence
+        assert what in second, sentence
+    assert "eval.parquet" not in second and "torch" not in second
+    assert third.startswith(f"checkout {ROOT} unusable (cannot import name 'preflight' from 'common'"), sentence
     assert not list((tmp_path / "runs/a").glob(".preflight*"))
-    assert [line.split()[0] for line in two.stdout.splitlines()[-6:]] == ["node"] + ["n2"] * 5
+    assert [line.split()[0] for line in all_three.stdout.splitlines()[-7:]] == ["node"] + ["n2"] * 5 + ["n3"]
