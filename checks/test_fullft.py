@@ -29,7 +29,8 @@ def planned(tmp_path):
 def test_plan_of_the_published_run(planned):
     lines = planned()
     assert any("64 ranks: TP 8 x EP 64 x PP 1, DP 8" in line for line in lines)
-    for said in ("each on 32 x 12 = 384 answers", "743.4B parameters, all trained", "1,487 GB to each node", "about 40 = sample"):
+    for said in ("each on 32 x 12 = 384 answers", "743.4B parameters, all trained", "1,487 GB, 1 GiB at a time, to each node",
+                 "about 40 = sample"):
         assert any(said in line for line in lines), said
     wrong = [line for line in lines if line.startswith("problem")]
     assert not any("GiB a GPU" in line for line in wrong), "the published layout fits 8 x 8 B200"

@@ -397,13 +397,14 @@ def test_missing_files_are_named(prepared, case, sentence):
 
 
 def test_a_machine_with_gpus_is_asked_for_memory_and_disk(prepared, monkeypatch):
+    from common import fits
     from recipes import dapo_glm5p3_lora as recipe
     monkeypatch.chdir(prepared)
-    monkeypatch.setattr(recipe.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(8)])
-    monkeypatch.setattr(recipe.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3000 * GIB // 4096}.get)
-    monkeypatch.setattr(recipe.shutil, "disk_usage", lambda _: SimpleNamespace(free=200e9))
+    monkeypatch.setattr(fits.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(8)])
+    monkeypatch.setattr(fits.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3000 * GIB // 4096}.get)
+    monkeypatch.setattr(fits.shutil, "disk_usage", lambda _: SimpleNamespace(free=200e9))
     found = []
-    recipe.memory_and_time(recipe.Config(), lambda ok, sentence: found.extend([] if ok else [sentence]))
+    fits.rows(recipe.Config(), lambda ok, sentence: found.extend([] if ok else [sentence]), recipe.SIZES)
     assert found == ["this node has 3,000 GiB of memory, the copies that sleep take 3,828",
                      "218 GB will be written below runs/, 200 GB are free"]
 

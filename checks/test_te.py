@@ -1,5 +1,5 @@
-"""Transformer Engine's layers against torch's on one GPU: logprobs, gradient, a step, with adapters and without, FP8 products. Each
-backend in a process of its own, because megatron-core chooses by what can be imported."""
+"""Transformer Engine's layers against torch's on one GPU: logprobs, gradient, a step, with adapters and without, FP8 products.
+Each backend in a process of its own, because megatron-core chooses by what can be imported."""
 import importlib.util
 import os
 import subprocess

@@ -22,7 +22,8 @@ class Host:
         module, _, name = where.partition(":")
         self.held = getattr(importlib.import_module(module), name)(**arguments)
 
-    def call(self, verb, args, kw):
+    def call(self, verb, asked):
+        args, kw = asked
         return getattr(self.held, verb)(*args, **kw)
 
 
@@ -53,7 +54,12 @@ class Group:
     def __getattr__(self, verb):
         if verb.startswith("_"):
             raise AttributeError(verb)
-        return lambda *args, **kw: self._ask(verb, [(args, kw)] * len(self.actors))
+
+        def ask(*args, **kw):
+            import ray
+            shared = ray.put((args, kw))                      # once for all: a batch with its routes may have gigabytes
+            return self._ask(verb, [shared] * len(self.actors))
+        return ask
 
     def each(self, verb, arguments):
         if len(arguments) != len(self.actors):
@@ -62,13 +68,13 @@ class Group:
 
     def _ask(self, verb, calls):
         import ray
-        futures = [actor.call.remote(verb, *call) for actor, call in zip(self.actors, calls)]
+        futures = [actor.call.remote(verb, call) for actor, call in zip(self.actors, calls)]
         while self._gather(verb, futures):
             new = self.restart()
             if self.again[verb]:
                 self.again[verb](self.only(new))
             for i in new:
-                futures[i] = self.actors[i].call.remote(verb, *calls[i])
+                futures[i] = self.actors[i].call.remote(verb, calls[i])
         return ray.get(futures)
 
     def _gather(self, verb, futures):

@@ -178,7 +178,7 @@ def step_seconds(*, answers, engines, max_num_seqs, gpus, weights, bundle):
             "update": tokens / UPDATE_TOKENS_PER_S, "move": 3 * weights / COPY_BYTES_PER_S, "publish": bundle / SYNC_BYTES_PER_S}
 
 
-def colocated(c, cfg):
+def colocated(c, cfg, problems=30):
     """A LoRA run whose trainer and sampler take turns on the same GPUs; cfg: a recipe's Config. In what it returns `update`,
     `sampling` and `sampler` are {part: bytes} of a GPU, the first two with what the resting one leaves there, and a publish."""
     longest, card = cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_gib * GIB
@@ -191,18 +191,19 @@ def colocated(c, cfg):
     seconds = step_seconds(answers=cfg.prompts_per_step * cfg.group_size, engines=cfg.engines, max_num_seqs=cfg.max_num_seqs,
                            gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=2 * unique)
     evals = 1 + -(-cfg.steps // cfg.eval_every)
-    evaluation = sample_seconds(30 * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
+    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
     return SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")},
         sampling=sample | {"trainer's adapter and optimizer": sum(train[k] for k in ("adapter", "gradients", "optimizer")),
                            "trainer's context": train["context"], "adapter gathered and packed": 4 * unique},
         sampler=sample | {"KV cache": longest * kv_per_token(c)},                         # with room for one longest answer
-        card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, unique=unique, tensors=tensors,
+        card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, publish=None, sent=unique, adapter=unique,
+        tensors=tensors,
         kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
         host=host(c, gpus=cfg.gpus_per_node, tp=cfg.tp, ep=cfg.ep, pp=cfg.pp, sampler_tp=cfg.sampler_tp, rank=cfg.lora_rank),
         # every rank's parameters, masters and two moments; one checkpoint more while the newest is written
         checkpoints=(cfg.keep + 1) * cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]), export=4 * public,
-        seconds=seconds, evals=evals, hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
+        seconds=seconds, evals=evals, problems=problems, hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
 
 
 def whole(c, cfg, problems=30):
@@ -232,14 +233,15 @@ def whole(c, cfg, problems=30):
         publish=sample | resting | {"buckets": 3 * cfg.bucket_gib * GIB,
                                     "a layer in reload": 2 * parts["routed experts"] / (layers - dense)},
         sampler=sample | {"KV cache": longest * kv_per_token(c)},                         # with room for one longest answer
-        card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, unique=count,
+        card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, sent=count, tensors=None,
         kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
         host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"])
         + (12 * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
         # bf16 weights, float32 masters and two moments; of an adapter every rank's parameters, masters and moments
-        checkpoint=cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]) if lora else 14 * count,
+        checkpoints=(cfg.keep + 1) * (cfg.save_every > 0) * (
+            cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]) if lora else 14 * count),
         export=4 * size.adapter(c, **lora)[1] if lora else 2 * count, adapter=size.adapter(c, **lora)[0] if lora else 0,
-        seconds=seconds, evals=evals,
+        seconds=seconds, evals=evals, problems=problems,
         hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
 
 

@@ -105,7 +105,7 @@ def answers(engines, work, at_once):
     def ask(i, held, n):
         new = list(itertools.islice(work, n))
         if held + len(new):
-            waiting[engines.actors[i].call.remote("step", (new,), {})] = i, held + len(new)
+            waiting[engines.actors[i].call.remote("step", ((new,), {}))] = i, held + len(new)
     for i in range(len(engines)):
         ask(i, 0, at_once)
     while waiting:

@@ -37,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, memory, size  # noqa: E402
+from common import cli, fits, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -135,6 +135,7 @@ PRESETS = {"rehearse": dict(
     gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096,
     logprob_chunk=2048, max_num_seqs=128, eval_samples=2, save_every=5,
     max_mismatch=1e-3, name="")}
+SIZES = memory.colocated                 # what a GPU holds, for the plan
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def plan(cfg):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
-        rows += memory_and_time(c, must)
+        rows += fits.rows(c, must, SIZES)
     here = len(glob.glob("/dev/nvidia[0-9]*"))
     must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
          f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
@@ -211,41 +212,6 @@ def plan(cfg):
     must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
     return cli.report(rows, problems)
-
-
-def memory_and_time(c, must):
-    """Rows on the memory of GPU, host and disk, on hours and cost; `must` gets what does not fit. Computed by common/size.py from
-    the model's config, not measured."""
-    try:
-        hf = size.read(c.model)
-    except cli.Stop as stop:
-        must(False, str(stop))
-        return []
-    for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
-        must(False, sentence)
-    if c.dtype != "bfloat16":
-        return [("memory", f"not computed for {c.dtype}")]
-    m = memory.colocated(hf, c)
-    for what, parts, room in (("an update", m.update, m.card), ("the sampler", m.sampler, m.engine),
-                              (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card)):
-        must(not (sentence := memory.too_large(what, parts, room)), sentence)
-    gib, disk, step, gpu_hours = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values()), m.hours * c.trainer_ranks
-    if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
-        ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
-        must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
-        must(free > disk, f"{disk / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")
-    return [
-        ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, {m.unique / 1e6:.0f}M in the adapter"),
-        ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
-        ("a GPU while sampling", memory.listed(m.sampling)),
-        ("KV cache", f"{m.kv_tokens:,.0f} tokens, {m.kv_answers:.1f} answers of full length"),
-        ("host memory of a node", f"{m.host / gib:,.0f} GiB page-locked for the copies that sleep, beside the system's"),
-        ("a publish", f"{2 * m.unique / 1e9:.2f} GB in {m.tensors:,} tensors to each node, {m.seconds['publish']:.0f} s"),
-        ("disk", f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {m.export / 1e9:,.0f} GB for the final adapter"),
-        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
-            + f", with {memory.ANSWER:,} tokens an answer and published rates"),
-        ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of 30 problems: {gpu_hours:,.0f} GPU-hours"
-            + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
 
 
 # -- algorithm: pure functions of arrays and tensors -----------------------------------------------------------------
@@ -433,9 +399,7 @@ def main(check_only=False, doc=__doc__):
     saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
-        m = memory.colocated(size.read(cfg.model), cfg) if cfg.gpus_per_node and not cfg.rehearse else None
-        needs = {"host memory": m.host, "room in runs/": 0 if cfg.resume else m.checkpoints + m.export} if m else {}
-        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, needs,
+        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, fits.needs(cfg, SIZES),
                         idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)

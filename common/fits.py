@@ -1,0 +1,60 @@
+"""Does a run fit its machines? Rows of a recipe's plan on memory, disk, hours and cost, and what the nodes are asked for before a
+start. Computed from the model's config by size.py and memory.py, not measured; no torch.
+
+`sizes` is memory.colocated (an adapter travels) or memory.whole (all weights do): functions of config.json and the recipe's
+Config.
+"""
+import glob
+import os
+import shutil
+
+from common import cli, memory, size
+
+
+def needs(c, sizes):
+    """What preflight.check asks every node for, in bytes; nothing for a rehearsal or on the CPU."""
+    if c.rehearse or not c.gpus_per_node:
+        return {}
+    m = sizes(size.read(c.model), c)
+    return {"host memory": m.host, "room in runs/": 0 if c.resume else m.checkpoints + m.export}
+
+
+def rows(c, must, sizes):
+    """[(what, text)] for the plan; must(ok, sentence) gets what does not fit."""
+    try:
+        hf = size.read(c.model)
+    except cli.Stop as stop:
+        must(False, str(stop))
+        return []
+    for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
+        must(False, sentence)
+    if c.dtype != "bfloat16":
+        return [("memory", f"not computed for {c.dtype}")]
+    m = sizes(hf, c)
+    for what, parts, room in (("an update", m.update, m.card), ("the sampler", m.sampler, m.engine),
+                              (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card),
+                              *([("a publish", m.publish, m.card)] if m.publish else [])):
+        must(not (sentence := memory.too_large(what, parts, room)), sentence)
+    gib, disk, step, gpu_hours = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values()), m.hours * c.trainer_ranks
+    if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
+        ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
+        must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
+        must(free > disk, f"{disk / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")
+    what = f"{2 * m.sent / 1e9:,.2f} GB in {m.tensors:,} tensors" if m.tensors else \
+        f"{2 * m.sent / 1e9:,.0f} GB, {c.bucket_gib:g} GiB at a time,"
+    return [
+        ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, "
+                  + (f"{m.adapter / 1e6:,.0f}M in the adapter" if m.adapter else "all trained")),
+        ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
+        ("a GPU while sampling", memory.listed(m.sampling)),
+        *([("a GPU in a publish", memory.listed(m.publish))] if m.publish else []),
+        ("KV cache", f"{m.kv_tokens:,.0f} tokens, {m.kv_answers:.1f} answers of full length"),
+        ("host memory of a node", f"{m.host / gib:,.0f} GiB page-locked for the copies that sleep"
+                                  + ("" if m.adapter else " and the optimizer") + ", beside the system's"),
+        ("a publish", f"{what} to each node, {m.seconds['publish']:.0f} s"),
+        ("disk", f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {m.export / 1e9:,.0f} GB for the final "
+                 + ("adapter" if m.adapter else "model")),
+        ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
+            + f", with {memory.ANSWER:,} tokens an answer and published rates"),
+        ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
+            + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
