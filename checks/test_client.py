@@ -1,4 +1,5 @@
-"""A client of its own: the adapter that a run leaves, served by vLLM's OpenAI server or loaded by peft, answers as the trainer does."""
+"""A client of its own: the adapter that a run leaves, served by vLLM's OpenAI server or loaded by peft, answers as the
+trainer does."""
 import json
 import os
 import socket
