@@ -6,6 +6,7 @@ driver's process or to an actor's when that is called for the n-th time.
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -191,6 +192,27 @@ def test_killed_and_resumed_it_ends_as_if_nobody_had_touched_it(untouched):
 @pytest.mark.timeout(3600)
 def test_killed_at_every_point_of_its_life_it_ends_the_same(untouched):
     chain(untouched, "every", EVERY)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_the_run_in_a_sentence_and_it_goes_on_once_there_is_room(untouched):
+    small = untouched / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("a small disk of its own needs the right to mount")
+    try:
+        code, _, err = run(small, "full")                    # room for one checkpoint of 1.2 MB
+        told = [line for line in err.splitlines() if line.strip()][-1]
+        assert code == 1 and "Traceback" not in err and "trainer rank 0, save: " in told, err[-3000:]
+        assert "No space left on device" in told and "the checkpoints before it are whole" in told
+        assert os.listdir(small / "runs" / "full" / "checkpoints") == ["step-1"]
+        subprocess.run(["mount", "-o", "remount,size=16m", small], check=True)
+        code, out, err = run(small, "full", None, "--resume")
+        assert code == 0 and "resumed from runs/full/checkpoints/step-1" in out, err[-3000:]
+        shutil.copytree(small / "runs" / "full", untouched / "runs" / "full")
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+    same_run(untouched, "full")
 
 
 def test_no_prompt_is_lost_or_comes_twice():
