@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from checks.local import Local
-from common import lora, sync
+from common import bundle, lora, sync
 from common.receive import Receiver
 from common.sampler import SamplerEngine
 from common.trainer import TrainerRank
@@ -126,8 +126,8 @@ def copy_lost(b):
 
 
 def old_version(b):
-    real = sync.pack
-    return mock.patch.object(sync, "pack", lambda tensors, **how: real(tensors, **{**how, "version": 1}))
+    real = bundle.pack
+    return mock.patch.object(bundle, "pack", lambda tensors, **how: real(tensors, **{**how, "version": 1}))
 
 
 @contextlib.contextmanager
@@ -151,8 +151,9 @@ def told_early(b):
 
     def perturb(self, std, seed=0, only=None):
         real(self, std, seed, only)
-        header, flat = sync.pack(lora.export(self.model, self.cfg, self.dtype), version=0, base=self.base, rank=8, experts="each")
-        places = b.worker._places(b.worker.model_runner.lora_manager._adapter_manager, header, sync.unpack(header, flat),
+        tensors = lora.export(self.model, self.cfg, self.dtype)
+        header, flat = bundle.pack(tensors, version=0, base=self.base, rank=8, experts="each")
+        places = b.worker._places(b.worker.model_runner.lora_manager._adapter_manager, header, bundle.unpack(header, flat),
                                   b.worker.adapter_versions[b.engine.version])
         for _, source, _, region in places:
             region.copy_(source)

@@ -98,12 +98,12 @@ class Worker(Receiver):
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
-        from common import peft_folder, sync
-        header = sync.Header.from_json(header)
+        from common import bundle, peft_folder, sync
+        header = bundle.Header.from_json(header)
         flat, let_go = sync.take(ticket)
         flat = flat.clone()                                   # vLLM keeps views of it; the sender's buffer must be free again
         let_go()
-        manager, unique = self.model_runner.lora_manager, sync.views(header, flat)
+        manager, unique = self.model_runner.lora_manager, bundle.views(header, flat)
         helper = PEFTHelper.from_dict(dict(r=rank, lora_alpha=rank, target_modules=["x"], bias="none", peft_type="LORA"))
         names = dict(peft_folder.public(unique, self.model_config.hf_text_config.n_routed_experts))
         lora = LoRAModel.from_lora_tensors(lora_model_id=adapter_id, tensors=names, peft_helper=helper, device=str(self.device),
@@ -159,8 +159,8 @@ class Sender:
         return out
 
     def offer(self, version):
-        from common import sync
-        header, flat = sync.pack(self.export(), version=version, base=self.base, rank=self.rank, experts=self.experts)
+        from common import bundle, sync
+        header, flat = bundle.pack(self.export(), version=version, base=self.base, rank=self.rank, experts=self.experts)
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),
                 "ticket": self.transport.offer(flat)}
 
@@ -342,10 +342,10 @@ def apart(a, b):
 
 
 def pack_plain(tensors, rank, experts):
-    """Like sync.pack, without checksums: the alias way has none."""
-    from common import sync
-    layout, flat = sync.lay(tensors)
-    return sync.Header(0, "", rank, experts, flat.numel(), [], layout).to_json(), flat
+    """Like bundle.pack, without checksums: the alias way has none."""
+    from common import bundle
+    layout, flat = bundle.lay(tensors)
+    return bundle.Header(0, "", rank, experts, flat.numel(), [], layout).to_json(), flat
 
 
 def copy_rate(size=2 << 30, rounds=10):

@@ -424,10 +424,10 @@ def test_a_sender_that_died_is_one_sentence_and_the_next_publish_works(trainer, 
     import sys
     program = """
 import json, sys, torch
-from common import sync
+from common import bundle, sync
 tensors = {"layers.1.self_attn.o_proj.lora_A": torch.randn(8, 4096, device="cuda").bfloat16(),
            "layers.1.self_attn.o_proj.lora_B": torch.randn(512, 8, device="cuda").bfloat16()}
-header, flat = sync.pack(tensors, version=int(sys.argv[1]), base=sys.argv[2], rank=8, experts=None)
+header, flat = bundle.pack(tensors, version=int(sys.argv[1]), base=sys.argv[2], rank=8, experts=None)
 print(json.dumps([header.to_json(), sync.CudaIpc().offer(flat)]))
 """
     asked = [sys.executable, "-c", program, str(next_version(engine)), engine.base]

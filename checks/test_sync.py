@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checks.local import Local
-from common import checksum, sync
+from common import bundle, checksum, sync
 from common.cli import Stop
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,16 +23,16 @@ def tensors():
 
 
 def packed(version=3):
-    return sync.pack(tensors(), version=version, base="abc", rank=8, experts="each")
+    return bundle.pack(tensors(), version=version, base="abc", rank=8, experts="each")
 
 
 def test_a_bundle_comes_back_bit_for_bit_and_its_header_survives_json():
     header, flat = packed()
-    back = sync.unpack(sync.Header.from_json(header.to_json()), flat)
+    back = bundle.unpack(bundle.Header.from_json(header.to_json()), flat)
     assert list(back) == list(tensors())
     for key, t in tensors().items():
         assert back[key].dtype == t.dtype and torch.equal(back[key], t)
-    assert sync.Header.from_json(header.to_json()).fingerprint == header.fingerprint
+    assert bundle.Header.from_json(header.to_json()).fingerprint == header.fingerprint
 
 
 @pytest.mark.parametrize("change", ["one bit", "neighbours swapped", "two words swapped", "two rows swapped", "sign of a zero",
@@ -122,9 +122,9 @@ def test_a_damaged_or_short_buffer_is_refused():
     header, flat = packed()
     flat[header.entries[1].offset] ^= 1
     with pytest.raises(Stop, match="arrived damaged: layers.0.self_attn.o_proj.lora_B"):
-        sync.unpack(header, flat)
+        bundle.unpack(header, flat)
     with pytest.raises(Stop, match=rf"{header.nbytes - 64} of {header.nbytes} bytes"):
-        sync.unpack(header, packed()[1][:-64])
+        bundle.unpack(header, packed()[1][:-64])
 
 
 def test_shared_memory_carries_the_bytes_and_leaves_nothing(tmp_path, monkeypatch):
@@ -158,7 +158,7 @@ class Trainer:
 
     def offer(self, version):
         scaled = {k: t * self.scale for k, t in tensors().items()}
-        header, _ = sync.pack(scaled, version=version, base="abc", rank=8, experts="each")
+        header, _ = bundle.pack(scaled, version=version, base="abc", rank=8, experts="each")
         return {"node": self.node_, "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": {"way": "none"}}
 
     def release(self, last=True):
@@ -175,7 +175,7 @@ class Sampler:
     def stage(self, header, ticket):
         if self.fail:
             raise Stop("rank 0: no memory")
-        self.staged = sync.Header.from_json(header)
+        self.staged = bundle.Header.from_json(header)
 
     def commit(self, version):
         self.version, staged = version, self.staged
@@ -235,7 +235,7 @@ def test_base_fingerprint_sees_config_header_and_weights(tmp_path):
         path.mkdir()
         (path / "config.json").write_text(config)
         save_file({key: torch.full((64, 64), value)}, path / "model.safetensors")
-        return sync.base_fingerprint(path)
+        return bundle.base_fingerprint(path)
     one = folder("one")
     assert folder("same") == one
     assert len({one, folder("config", '{"x": 1}'), folder("value", value=2.0), folder("key", key="b")}) == 4

@@ -10,7 +10,7 @@ from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares 
 
 from checks import logprob_parity
 from checks.local import Local
-from common import sync, weights
+from common import bundle, sync, weights
 from common.batch import merge
 from common.cli import Stop
 from common.sampler import SamplerEngine
@@ -190,7 +190,7 @@ def test_weights_on_the_host_are_published_and_come_back(trainer, engine, batch,
 def test_adapters_and_weights_do_not_mix(trainer, engine):
     publish(trainer, engine)
     tensors = {"layers.0.self_attn.o_proj.lora_A": torch.zeros(8, 8)}
-    header, _ = sync.pack(tensors, version=engine.version + 1, base=engine.base, rank=8)
+    header, _ = bundle.pack(tensors, version=engine.version + 1, base=engine.base, rank=8)
     with pytest.raises(Stop, match="brings adapter, this sampler was started for weights"):
         engine.stage(header.to_json(), {})
     with pytest.raises(Stop, match="is not newer than version"):

@@ -21,7 +21,7 @@ SECONDS = 120            # for all nodes to answer; 2 to 5 are usual, first impo
 
 def equal(model, files):
     """What must be the same on every node: {what: value}."""
-    from common.sync import base_fingerprint
+    from common.bundle import base_fingerprint
     found = cli.versions()
     nccl = [f"{d.name} {d.version}" for d in metadata.distributions() if (d.name or "").startswith("nvidia-nccl")]
     sources = {str(path.relative_to(ROOT)): _sha256(path) for top in ("checks", "common", "data", "eval", "recipes")

@@ -10,9 +10,10 @@ import functools
 
 import torch
 
+from common.bundle import Header, combine, pick, verify, views
 from common.checksum import Reader, checksums
 from common.cli import Stop
-from common.sync import Header, combine, pick, take, verify, views
+from common.sync import take
 from common.trace import Trace
 
 copy = torch._foreach_copy_                 # one call for thousands of copies

@@ -16,10 +16,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from common.bundle import Header, combine, verify, views
 from common.cli import Stop
 from common.hf_config import tensor_files
 from common.receive import TESTED_VLLM, Receiver, answered
-from common.sync import Header, combine, take, verify, views
+from common.sync import take
 
 
 @dataclass

@@ -9,8 +9,9 @@ import os
 import numpy as np
 
 from common import replay as router_replay
+from common.bundle import Header, base_fingerprint
 from common.cli import Stop
-from common.sync import Header, base_fingerprint, node_name
+from common.sync import node_name
 
 
 class SamplerEngine:

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from common import checkpoint, glm5p3, logprobs, lora, replay, sync, weights  # noqa: E402
+from common import bundle, checkpoint, glm5p3, logprobs, lora, replay, sync, weights  # noqa: E402
 from common.batch import deal, micro_count  # noqa: E402
 from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
@@ -124,7 +124,7 @@ class TrainerRank:
             bf16=self.dtype == torch.bfloat16, params_dtype=self.dtype, use_distributed_optimizer=True,
             clip_grad=self.optim["clip_grad"], **self.host_optimizer), [self.ddp], use_gloo_process_groups=False)
         cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, self.ddp.no_sync
-        self.base = sync.base_fingerprint(self.folder)
+        self.base = bundle.base_fingerprint(self.folder)
         return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base}
 
     # -- score and update --------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class TrainerRank:
         dist.all_gather_object(where, sync.node_name() if tensors else None)
         if not tensors:
             return None
-        header, flat = sync.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
+        header, flat = bundle.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
                                  kind="adapter" if adapter else "weights", last=last)
         ticket = self.transport.offer(flat) if where.index(where[self.rank]) == self.rank else None
         return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
@@ -277,7 +277,7 @@ class TrainerRank:
         else:
             parts = (part for part, _ in weights.buckets(self.model, self.cfg, self.bucket_bytes))
         sums = [pair for part in parts for pair in zip(part, checksums(list(part.values())))]
-        return sync.combine(sums) if sums else None
+        return bundle.combine(sums) if sums else None
 
     def adapted(self):
         """Paths of this rank's modules that are trained: layers.5.mlp.experts.gate_proj, ..."""

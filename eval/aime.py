@@ -143,7 +143,7 @@ def prepare(cfg):
     """(rows of the data with `tokens` and `in_think`, protocol): everything that a sample depends on, but its number."""
     from transformers import AutoTokenizer
 
-    from common import hf_config, rewards, sync
+    from common import bundle, hf_config, rewards
     model, config = Path(cfg.model), json.loads((Path(cfg.model) / "config.json").read_text())
     if config.get("model_type") == "glm_moe_dsa":
         hf_config.read_config(cfg.model)                     # constants that vLLM would silently take from its own defaults
@@ -170,7 +170,7 @@ def prepare(cfg):
     versions = cli.versions()
     return tok, rows, {
         # a checkpoint is named by its small files and each weight file's size, header and three samples of 64 KiB
-        "model_sha256": sha256(sync.base_fingerprint(model), *(x for p in small for x in (p.name, p.read_bytes()))),
+        "model_sha256": sha256(bundle.base_fingerprint(model), *(x for p in small for x in (p.name, p.read_bytes()))),
         "adapter_sha256": cfg.adapter and sha256(*(file_sha256(Path(cfg.adapter, name))
                                                    for name in ("adapter_config.json", adapter.FILE))),
         "problems": len(rows), "problems_sha256": sha256(*(x for r in rows for x in (r["id"], r["prompt_sha256"], r["answer"]))),

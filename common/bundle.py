@@ -1,0 +1,160 @@
+"""A bundle: tensors under neutral names packed into one flat buffer, and a header that says what is where, of which version, and
+each tensor's checksum. Both ends of a hand-off (sync.py, receive.py, receive_weights.py) read it."""
+import dataclasses
+import functools
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import torch
+
+from common.checksum import flat_sums
+from common.cli import Stop
+
+ALIGN = 64   # bytes; every tensor starts on a cache line, so that a view of any dtype is aligned
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    key: str         # neutral name: layers.5.mlp.experts.gate_proj.lora_A
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int      # bytes into the flat buffer
+
+    @property
+    def nbytes(self):
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+@dataclasses.dataclass
+class Header:
+    """What a bundle holds. `experts`: 'shared' (one adapter for all routed experts of a layer), 'each' (leading expert
+    dimension) or None. layout: the entries as JSON, the same text for every version of one adapter, so that both ends work
+    out only once what follows from it."""
+    version: int
+    base: str        # fingerprint of the base model that the adapter belongs to
+    rank: int
+    experts: str | None
+    nbytes: int
+    sums: list[int]  # checksum of every entry, in order
+    layout: str
+    kind: str = "adapter"    # or weights: a bucket of the whole model's tensors
+    last: bool = True        # whether the version is complete with this bundle
+
+    @property
+    def entries(self):
+        return _entries(self.layout)
+
+    @property
+    def fingerprint(self):
+        return combine(zip((e.key for e in self.entries), self.sums))
+
+    def to_json(self):
+        """Two lines of JSON: what changes with the version, and the layout."""
+        return json.dumps({k: v for k, v in vars(self).items() if k != "layout"}) + "\n" + self.layout
+
+    @staticmethod
+    def from_json(text):
+        head, _, layout = text.partition("\n")
+        return Header(**json.loads(head), layout=layout)
+
+
+@functools.lru_cache(8)
+def _entries(layout):
+    return [Entry(key, tuple(shape), dtype, offset) for key, shape, dtype, offset in json.loads(layout)]
+
+
+def combine(pairs):
+    """One short name for a set of (key, checksum), whatever their order."""
+    return hashlib.sha256("\n".join(f"{key} {total}" for key, total in sorted(pairs)).encode()).hexdigest()[:16]
+
+
+def pack(tensors, *, version, base, rank=0, experts=None, kind="adapter", last=True):
+    """(Header, flat uint8 buffer on the tensors' device) of {neutral key: tensor}."""
+    if not tensors:
+        raise Stop("the adapter is empty: no trainable tensor to publish")
+    layout, flat = lay(tensors)
+    return Header(version, base, rank, experts, flat.numel(), sums_of(layout, flat), layout, kind, last), flat
+
+
+def lay(tensors):
+    """(layout, flat uint8 buffer) of {neutral key: tensor}, one after the other."""
+    layout, nbytes = _laid(tuple((key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()))
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    torch._foreach_copy_(_views(layout, flat), [t.detach() for t in tensors.values()])
+    return layout, flat
+
+
+@functools.lru_cache(8)
+def _laid(signature):
+    rows, end = [], 0
+    for key, shape, dtype in signature:
+        rows.append([key, shape, dtype, end])
+        end += -(-Entry(key, shape, dtype, end).nbytes // ALIGN) * ALIGN
+    return json.dumps(rows), end
+
+
+def sums_of(layout, flat):
+    """The checksums of a bundle's entries, in order."""
+    return flat_sums(flat, *_spans(layout))
+
+
+@functools.lru_cache(8)
+def _spans(layout):
+    return [e.offset for e in _entries(layout)], [e.nbytes for e in _entries(layout)]
+
+
+def unpack(header, flat):
+    """{neutral key: view of the buffer}; raises Stop if a tensor does not have the checksum that its sender gave it."""
+    verify(header, flat)
+    return views(header, flat)
+
+
+def verify(header, flat):
+    """Stop if the buffer is not what the header says."""
+    if flat.numel() != header.nbytes:
+        raise Stop(f"version {header.version} arrived with {flat.numel()} of {header.nbytes} bytes")
+    if flat.storage_offset():
+        raise ValueError("a bundle's buffer must begin where its memory begins: offsets are counted from there")
+    for e, sent, found in zip(header.entries, header.sums, sums_of(header.layout, flat), strict=True):
+        if found != sent:
+            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
+
+
+def views(header, flat):
+    """{neutral key: view of the buffer}, not looked into."""
+    return dict(zip((e.key for e in header.entries), _views(header.layout, flat)))
+
+
+def _views(layout, flat):
+    return pick(flat, _strides(layout))
+
+
+def pick(flat, places):
+    """Views of the buffer at [(dtype, (shape, stride, offset in elements))]."""
+    typed = {dtype: flat.view(dtype) for dtype, _ in places}
+    return [typed[dtype].as_strided(*where) for dtype, where in places]
+
+
+@functools.lru_cache(8)
+def _strides(layout):
+    return [(DTYPES[e.dtype], (e.shape, torch.empty(e.shape, device="meta").stride(), e.offset // DTYPES[e.dtype].itemsize))
+            for e in _entries(layout)]
+
+
+def base_fingerprint(folder):
+    """Names a checkpoint by its config and by each weight file's size, header and three samples of 64 KiB: seconds for
+    terabytes."""
+    digest, folder = hashlib.sha256((Path(folder) / "config.json").read_bytes()), Path(folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as f:
+            head = struct.unpack("<Q", f.read(8))[0]
+            digest.update(f.read(head))
+            for at in (8 + head, (8 + head + size) // 2, max(8 + head, size - 65536)):
+                f.seek(at)
+                digest.update(f.read(65536))
+    return digest.hexdigest()[:16]
