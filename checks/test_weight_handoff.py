@@ -33,7 +33,9 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights")
-    arithmetic.prepare(path, dtype=DTYPE, **(arithmetic.CUDA_WIDTHS if CUDA else {}))
+    # bf16: smaller weights, or the rounding of a random model alone exceeds the tolerance that real ones keep
+    widths = arithmetic.CUDA_WIDTHS if CUDA else {} if DTYPE == "float32" else {"initializer_range": 0.02}
+    arithmetic.prepare(path, dtype=DTYPE, **widths)
     return path / "start"
 
 
@@ -161,7 +163,7 @@ def test_a_version_that_is_not_whole_is_never_answered_with(trainer, engine, bat
     assert agree.mean() <= MEAN and agree.max() <= MAX, f"{agree.mean():.1e}, {agree.max():.1e}"
 
 
-def test_weights_on_the_host_are_published_and_come_back(trainer, engine, batch, monkeypatch):
+def test_weights_on_the_host_are_published_saved_and_come_back(trainer, engine, batch, monkeypatch, tmp_path):
     """What a GPU's trainer does between updates; here the host is the device, too."""
     if not CUDA:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t.clone())
@@ -173,7 +175,11 @@ def test_weights_on_the_host_are_published_and_come_back(trainer, engine, batch,
     assert trainer.fingerprint() == before
     publish(trainer, engine)
     theirs = engine.score(batch["tokens"], batch["n_prompt"])
+    trainer.save(tmp_path / "parked")
     trainer.onload()
+    trainer.save(tmp_path / "there")
+    one, other = (tmp_path / name / "ranks" / "00000.safetensors" for name in ("parked", "there"))
+    assert one.read_bytes() == other.read_bytes(), "a checkpoint is the same from either place"
     assert trainer.fingerprint() == before
     assert all(np.array_equal(a, b) for a, b in zip(mine, merge([trainer.logprobs(batch)], len(batch["tokens"]))))
     assert np.abs(np.concatenate(mine) - np.concatenate(theirs)).mean() <= MEAN

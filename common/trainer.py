@@ -316,7 +316,7 @@ class TrainerRank:
     def onload(self):
         """Bring the weights back."""
         for p in self.model.parameters():
-            if hasattr(p, "parked") and not p.requires_grad:
+            if hasattr(p, "parked") and not p.requires_grad and not p.numel():
                 p.data = p.parked.to(device(), non_blocking=True)
         for buffer in self._buffers() if self.parked else ():
             buffer.reload_from_cpu()
@@ -346,7 +346,12 @@ class TrainerRank:
 
     def save(self, folder):
         """This rank's part of a checkpoint: trainable parameters, optimizer, counters, random state."""
-        checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer, self.updates)
+        if back := self.parked and self.dtype == torch.float32:    # there the masters are the weights themselves
+            self.onload()
+        held = [(n, p.parked if self.parked else p) for n, p in self.trainable]
+        checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", held, self.optimizer, self.updates)
+        if back:
+            self._park()
 
     def export(self, folder):
         """The adapter as a PEFT folder (collective; rank 0 writes `folder`/adapter)."""
@@ -361,5 +366,5 @@ class TrainerRank:
         weights.save(self.model, self.cfg, folder, base=self.folder)
 
     def restore(self, folder):
-        """Continue from `save`; the layout must be the same."""
+        """Continue from `save`; the layout must be the same. With the weights on the device (`onload`)."""
         self.updates = checkpoint.restore(folder, self.rank, f"{self.world} ranks, {self.layout}", self.trainable, self.optimizer)

@@ -415,7 +415,8 @@ def main(check_only=False, doc=__doc__):
     if cfg.resume:
         if found := checkpoint.complete(saved):
             state = checkpoint.read_state(found[-1])
-            trainer.restore(str(found[-1].absolute()))
+            with cluster.trainer_turn(trainer, sampler):
+                trainer.restore(str(found[-1].absolute()))
             first, version = state["step"] + 1, state["version"]
         logged = run.rewind(first)
         print(f"resumed from {found[-1]}" if found else f"{saved} has no complete checkpoint: the run starts with step 1")
