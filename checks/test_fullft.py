@@ -38,7 +38,7 @@ def test_plan_of_the_published_run(planned):
 
 
 @pytest.mark.parametrize("args, sentence", [
-    (["--gpu-memory-gib", "139"], "a publish takes .* GiB a GPU of 132"),
+    (["--gpu-memory-gib", "139"], "the sampler takes .* GiB a GPU of 104"),
     (["--sampler-fp8", "none"], "the sampler takes .*weights 176"),
     (["--no-precision-aware", "--optimizer-offload", "0"], "an update takes .*optimizer"),
     (["--train-fp8", "fp4"], "train_fp8 is 'fp4'"), (["--optimizer-offload", "2"], "optimizer_offload is 2"),

@@ -4,6 +4,7 @@ The sum of a tensor is over the 8-byte words of its memory (bytes, where its siz
 (splitmix64's constants) and multiplied by an odd weight that the same mixing makes from its position, modulo 2^64. So a single
 changed or displaced word always changes the sum, and several changes cancel only by chance; it is no protection against malice.
 """
+import contextlib
 import functools
 
 import numpy as np
@@ -117,7 +118,9 @@ def _many(table, words):
     sums = torch.zeros(table.shape[1], dtype=torch.int64, device=table.device)
     # few large tensors are shared out among as many programs as many small ones
     split = max(1, min(4096 // len(sums), words // BLOCK + 1))
-    _kernel()[(len(sums), split)](table, sums, len(sums), BLOCK=BLOCK, GOLDEN=GOLDEN, MIX=MIX, SHIFT=SHIFT)
+    # another rank's buffer may lie on another GPU than this process works on
+    with torch.cuda.device(table.device) if table.device.type == "cuda" else contextlib.nullcontext():
+        _kernel()[(len(sums), split)](table, sums, len(sums), BLOCK=BLOCK, GOLDEN=GOLDEN, MIX=MIX, SHIFT=SHIFT)
     return sums.cpu().numpy()
 
 

@@ -43,9 +43,11 @@ def trainer_turn(trainer, sampler):
     """The trainer has the GPUs, the sampler sleeps: full-size weights of both do not fit. Outside, the sampler has them."""
     sampler.sleep()
     trainer.onload()
-    yield
-    trainer.offload()
-    sampler.wake()
+    try:
+        yield
+    finally:                                                          # the check goes on after some failures
+        trainer.offload()
+        sampler.wake()
 
 
 def nodes(n, gpus_per_node, seconds=120):

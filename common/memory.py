@@ -11,6 +11,7 @@ from common.size import adapter_on_gpu, kinds, linears, on_gpu, parameters, text
 
 GIB = 2 ** 30
 CONTEXT = 3 * GIB        # of one process on a GPU: CUDA context, NCCL's buffers, the allocator's waste. Assumed, not measured
+VISITOR = GIB / 2        # of a process that only reads another's memory there. Assumed, not measured
 GRAPHS = 14 * GIB / 51   # one batch size that vLLM captures: 14 GiB for the 51 up to 512 (SkyRL's notes); they survive its sleep
 SPARE = 0.05             # of a card that a plan leaves free: known peaks lie mostly within 5 % of the formulas (checks/test_plan)
 PINNED = 4 / 3           # torch rounds page-locked memory up to a power of two; nearly all of GLM-5.3's tensors are 3 x 2^n bytes
@@ -231,12 +232,15 @@ def whole(c, cfg, problems=30):
     return SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")}, sampling=sample | resting,
         publish=sample | resting | {"buckets": 3 * cfg.bucket_gib * GIB,
-                                    "a layer in reload": 2 * parts["routed experts"] / (layers - dense)},
+                                    "a layer in reload": 2 * parts["routed experts"] / (layers - dense),
+                                    # on the node's first GPU, from which all ranks of an engine read
+                                    "contexts of other ranks": (cfg.sampler_tp - 1) * VISITOR},
         sampler=sample | {"KV cache": longest * kv_per_token(c)},                         # with room for one longest answer
         card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, sent=count, tensors=None,
         kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
         host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"])
-        + (12 * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
+        # megatron-core's optimizer on the host: master, two moments and a page-locked gradient in float32
+        + ((12 + 4 * PINNED) * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
         # bf16 weights, float32 masters and two moments; of an adapter every rank's parameters, masters and moments
         checkpoints=(cfg.keep + 1) * (cfg.save_every > 0) * (
             cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]) if lora else 14 * count),

@@ -53,9 +53,11 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
         header = Header.from_json(bucket.header)
         flat, let_go = take(bucket.ticket)
         try:
-            verify(header, flat)
-            # a copy: the tensors wait for the rest of their layer, and the sender's buffer is soon another bucket's
-            weights = views(header, flat.clone())
+            # a copy on this rank's own device: the tensors wait for the rest of their layer, and the sender's buffer, on the
+            # first GPU of the node, is soon another bucket's
+            own = flat.to(self.device, copy=True)
+            verify(header, own)
+            weights = views(header, own)
         finally:
             let_go()
         if twice := self.sums.keys() & weights.keys():
@@ -77,7 +79,7 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
     def finish_weight_update(self):
         held = {n.replace(".base_layer", "") for n, _ in self.model.named_parameters()}
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.model_config.quantization is None and (left := sorted(held - self.loaded)):
+        if left := sorted(n for n in held - self.loaded if "_scale" not in n):         # those the casting to FP8 makes
             raise Stop(f"{len(left)} parameters of the sampler got nothing: {', '.join(left[:3])}")
 
     def shutdown(self):

@@ -91,7 +91,11 @@ def take(ticket):
     storage = [bytes.fromhex(a) if isinstance(a, str) else a for a in ticket["storage"]]
     flat = rebuild_cuda_tensor(torch.Tensor, (ticket["numel"],), (1,), ticket["start"], torch.UntypedStorage, torch.uint8,
                                *storage[:4], False, *storage[4:])
-    return flat, torch.cuda.synchronize
+
+    def let_go():
+        torch.cuda.synchronize(flat.device)
+        torch.cuda.synchronize()
+    return flat, let_go
 
 
 _publishing = threading.Lock()

@@ -325,6 +325,8 @@ class TrainerRank:
         self.parked = False
 
     def _park(self):
+        for module in self.model.modules():                        # Transformer Engine's FP8 copies of the weights
+            getattr(module, "_fp8_workspaces", {}).clear()
         for p in self.model.parameters():
             if not p.requires_grad:
                 if not hasattr(p, "parked"):
