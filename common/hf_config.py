@@ -63,6 +63,12 @@ def tensor_files(folder):
     one = folder / "model.safetensors"
     if not one.is_file():
         raise Stop(f"{folder} holds neither {INDEX} nor model.safetensors")
-    with open(one, "rb") as f:
-        header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+    try:
+        with open(one, "rb") as f:
+            length = struct.unpack("<Q", f.read(8))[0]
+            if length > one.stat().st_size:
+                raise ValueError(f"its header would have {length:,} bytes")
+            header = json.loads(f.read(length))
+    except (struct.error, ValueError) as error:
+        raise Stop(f"{one} cannot be read: it is no safetensors file ({error})") from None
     return {name: one.name for name in header if name != "__metadata__"}
