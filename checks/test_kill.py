@@ -250,7 +250,7 @@ def test_wandb_goes_on_under_its_id_without_a_network(tmp_path):
         assert found.returncode == code, found.stderr[-2000:]
     name = (tmp_path / "runs" / "a" / "wandb_id").read_text()
     folders = [p.name for p in (tmp_path / "runs" / "a" / "wandb").glob("offline-run-*")]
-    assert found.stdout.split()[-2:] == [name, "[]"] and len(folders) == 2 and all(f.endswith(f"-{name}") for f in folders)
+    assert found.stdout.split()[-2:] == [name, "[]"] and len(folders) == 2 and all(f"-{name}" in f for f in folders)
     assert len((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
