@@ -3,7 +3,8 @@
 plan      python recipes/dapo_glm5p3_fullft.py --plan           # what it will do and what is missing; seconds, no GPU
 rehearse  python recipes/dapo_glm5p3_fullft.py --rehearse       # the same code, a tiny GLM-5.3, 2 CPU cores or one GPU
 full      RAY_ADDRESS=auto python recipes/dapo_glm5p3_fullft.py # 8 nodes x 8 B200, trainer and sampler on the same GPUs
-resume    ... --resume                                          # goes on from the newest checkpoint in runs/NAME
+resume    ... --resume                                          # from a checkpoint: --save-every N, --optimizer-offload 0 and
+                                                                # --no-precision-aware make some; the published run has none
 
 What differs from the DAPO paper (arXiv 2503.14476), as in the published run (MXFP8 training, FP8 rollouts, router replay) unless
 it says otherwise:
@@ -18,6 +19,7 @@ it says otherwise:
     "Answer: 204.").
  7. A mixture-of-experts layer always takes a whole micro-batch (megatron-core's mlp_chunks_for_training is 1): with expert
     parallelism chunks of tokens differ in number between ranks, and their exchanges would wait for each other for ever.
+ 8. Router replay: the trainer's tokens take the experts that the sampler chose, the same ones in all four updates of a step.
 
 Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
 taken token's probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new
