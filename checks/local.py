@@ -1,5 +1,6 @@
 """Trainer and sampler in the test's own process, behind the same interface as cluster.Group: no Ray, so a test can
 reach inside."""
+import os
 import sys
 
 from common.receive import Receiver, answered
@@ -12,6 +13,16 @@ def free_worker():
         if module in sys.modules:
             worker = getattr(sys.modules[module], name)
             worker.__bases__ = tuple(b for b in worker.__bases__ if not issubclass(b, Receiver))
+
+
+def memory():
+    """Bytes in use: of this process, or on a GPU of all processes there."""
+    import torch
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Worker(Receiver):

@@ -16,7 +16,6 @@ disagree. Every engine answers all prompts and scores its own answers, and every
 does not hide behind the others.
 Recipes run `five_steps` before their first training step and after every resume.
 """
-import re
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checks import localise  # noqa: E402
-from common import cli, sync  # noqa: E402
+from common import bundle, cli, sync  # noqa: E402
 from common.batch import merge  # noqa: E402
 from common.cluster import trainer_turn  # noqa: E402
 
@@ -50,7 +49,7 @@ FIRST = {"float32": 1e-4, "bfloat16": 0.02}
 def trained(key, paths):
     """The path in `paths` of the module that a published tensor belongs to: its own, or that which stands for all experts."""
     path = key.rpartition(".")[0]
-    return path if path in paths else re.sub(r"\.experts\.\d+\.", ".experts.", path)
+    return path if path in paths else bundle.module_of(key)
 
 
 def five_steps(trainer, sampler, prompts, *, dtype, max_tokens, version, seed=0, index_topk=None, room=0, say=print,

@@ -12,7 +12,7 @@ import torch
 from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
 
 from checks import logprob_parity
-from checks.local import Local
+from checks.local import Local, memory
 from common import lora, sync
 from common.batch import merge
 from common.cli import Stop
@@ -396,15 +396,6 @@ def test_the_trainer_may_reuse_its_buffer_once_staged(trainer, engine, prompts):
     sync.publish(Local(trainer), sampler, next_version(engine))        # compares fingerprints read back from the slots
     decode, prefill, _ = scored(trainer, engine, prompts)
     assert max(decode.max(), prefill.max()) <= MAX
-
-
-def memory():
-    """Bytes in use: of this process, or on a GPU of all processes there."""
-    if CUDA:
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_200_publishes_leave_no_memory_behind(trainer, engine):

@@ -9,7 +9,7 @@ import torch
 from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
 
 from checks import logprob_parity
-from checks.local import Local
+from checks.local import Local, memory
 from common import bundle, sync, weights
 from common.batch import merge
 from common.cli import Stop
@@ -227,14 +227,6 @@ def test_a_merged_adapter_is_what_the_trainer_computes(trainer, engine, folder, 
 def test_30_publishes_leave_no_memory_behind(trainer, engine):
     for i in range(40):
         if i == 10:
-            before = _memory()
+            before = memory()
         told = publish(trainer, engine)
-    assert _memory() - before < 5 * told["bytes"], "a sixth of the versions"
-
-
-def _memory():
-    if CUDA:
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert memory() - before < 5 * told["bytes"], "a sixth of the versions"

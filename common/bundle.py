@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -64,6 +65,12 @@ class Header:
 @functools.lru_cache(8)
 def _entries(layout):
     return [Entry(key, tuple(shape), dtype, offset) for key, shape, dtype, offset in json.loads(layout)]
+
+
+def module_of(key):
+    """The path of a tensor's module, which stands for all experts of a layer: layers.5.mlp.experts.17.up_proj.weight ->
+    layers.5.mlp.experts.up_proj"""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", key.rpartition(".")[0])
 
 
 def combine(pairs):
