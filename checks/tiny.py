@@ -73,7 +73,9 @@ def _write(kind, hf, folder, seed, dtype, shard):
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=g)
-            if name.endswith("dt_bias"):
+            if kind is Glm5NextForConditionalGeneration and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                p.copy_(noise if "embed" in name else 0.5 * noise / p.shape[-1] ** 0.5)      # else rounding shows as 4e-5 later
+            elif name.endswith("dt_bias"):
                 p.copy_(0.5 * noise - 2)                                 # decays of 5 to 90 % a token: the state reaches back
             elif name.endswith(("A_log", "_hc.base", "compress_ape")):
                 p.copy_(0.3 * noise)
