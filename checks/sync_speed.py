@@ -158,7 +158,7 @@ class Sender:
         torch._foreach_copy_(list(out.values()), list(self.tensors.values()))
         return out
 
-    def offer(self, version):
+    def offer(self, version, engines):
         from common import bundle, sync
         header, flat = bundle.pack(self.export(), version=version, base=self.base, rank=self.rank, experts=self.experts)
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),

@@ -156,7 +156,7 @@ class Trainer:
     def __init__(self, node="here", tensor_scale=1.0):
         self.node_, self.scale, self.released = node, tensor_scale, 0
 
-    def offer(self, version):
+    def offer(self, version, engines):
         scaled = {k: t * self.scale for k, t in tensors().items()}
         header, _ = bundle.pack(scaled, version=version, base="abc", rank=8, experts="each")
         return {"node": self.node_, "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": {"way": "none"}}
@@ -169,8 +169,8 @@ class Sampler:
     def __init__(self, fail=False, holds=None):
         self.version, self.staged, self.fail, self.holds = 0, None, fail, holds
 
-    def node(self):
-        return "here"
+    def where(self):
+        return {"id": id(self), "node": "here", "ranks": 1}
 
     def stage(self, header, ticket):
         if self.fail:

@@ -3,6 +3,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 
 from common.cli import Stop
 from common.group import Group, Host
@@ -51,11 +52,13 @@ def trainer_turn(trainer, sampler):
 
 
 def nodes(n, gpus_per_node, seconds=120):
-    """A placement group with one bundle a node, each with all of its GPUs; Stop if the cluster does not have them in time."""
+    """A placement group of `n` nodes, a bundle with all GPUs for each; Stop if the cluster does not have them in time. Where Ray
+    has one machine alone, that takes the place of several nodes if it has GPUs for all of them."""
     import ray
     from ray.util.placement_group import placement_group
     bundle = {"CPU": 1, **({"GPU": gpus_per_node} if gpus_per_node else {})}
-    group = placement_group([bundle] * n, strategy="STRICT_SPREAD" if n > 1 else "PACK")
+    one = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    group = placement_group([bundle] * n, strategy="PACK" if n == 1 or one else "STRICT_SPREAD")
     if not group.wait(seconds):
         have = [f"{node['NodeManagerAddress']}: {int(node['Resources'].get('GPU', 0))} GPUs"
                 for node in ray.nodes() if node["Alive"]]
@@ -64,30 +67,43 @@ def nodes(n, gpus_per_node, seconds=120):
     return group
 
 
+def meeting(trainer, folder):
+    """Where the trainer's ranks meet, for `load`: on one machine in a file, so that nothing listens on the network; it stays, because
+    NCCL reads it again whenever a group of ranks talks for the first time. On several at an address of rank 0."""
+    import ray
+    if len([node for node in ray.nodes() if node["Alive"]]) > 1:
+        return trainer.address()[0]
+    return str((folder / f"rendezvous-{uuid.uuid4().hex}").absolute())
+
+
 def release(place):
     """Give a placement group's GPUs back."""
     from ray.util.placement_group import remove_placement_group
     remove_placement_group(place)
 
 
-def start(where, name, place, arguments, env=None, gpus=None, limits=None, restarts=0):
-    """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`; call `ready()` on the
-    group before its verbs.
+def start(where, name, place, arguments, on=None, env=None, gpus=None, limits=None, restarts=0):
+    """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`, or over those that `on` numbers;
+    call `ready()` on the group before its verbs.
 
     where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees
-    ("3" or "0,1,2,3"), or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping
+    ("3" or "0,1,2,3", counted within its node), or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping
     (one owner a GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env:
     environment variables of the actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    host, per_node = ray.remote(Host), -(-len(arguments) // len(place.bundle_specs))
+    host, on = ray.remote(Host), on or range(len(place.bundle_specs))
+    per_node = -(-len(arguments) // len(on))
+    where_is = ray.util.placement_group_table(place)["bundles_to_node_id"]
 
     def make(i):
         variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **(env or {})}
-        if gpus:
-            variables |= {"CUDA_VISIBLE_DEVICES": gpus[i]}
-        on = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=i // per_node)
-        actor = host.options(num_cpus=0, scheduling_strategy=on, runtime_env={"env_vars": variables}).remote()
+        bundle = on[i // per_node]
+        if gpus:                                             # after those of the bundles before it on the same machine
+            first = sum(int(place.bundle_specs[b]["GPU"]) for b in range(bundle) if where_is[b] == where_is[bundle])
+            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(str(first + int(g)) for g in gpus[i].split(","))}
+        there = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=bundle)
+        actor = host.options(num_cpus=0, scheduling_strategy=there, runtime_env={"env_vars": variables}).remote()
         return actor, actor.who.remote(), actor.build.remote(where, arguments[i])
     return Group(name, make, len(arguments), limits, restarts)

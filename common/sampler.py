@@ -5,6 +5,7 @@ top-p other than 1 is in the log-probabilities too. Randomness comes from the se
 answer, never from time.
 """
 import os
+import uuid
 
 import numpy as np
 
@@ -20,10 +21,10 @@ class SamplerEngine:
     has tokens of two versions."""
 
     def __init__(self, model, *, dtype="float32", tp=1, max_model_len, max_num_seqs, max_num_batched_tokens=None, lora_rank=0,
-                 gpu_memory_utilization=0.8, weights=False, seed=0, replay=False, vllm_args=None):
+                 gpu_memory_utilization=0.8, weights=False, seed=0, replay=False, apart=False, vllm_args=None):
         """model: HF checkpoint folder. lora_rank 0: no adapters. weights: takes all weights from sync.publish, not adapters.
-        replay: answers bring the experts of their tokens (common/replay.py). vllm_args: more arguments of vllm.LLM, which
-        win."""
+        replay: answers bring the experts of their tokens (common/replay.py). apart: the trainer has other GPUs, and this engine
+        never sleeps. vllm_args: more arguments of vllm.LLM, which win."""
         import torch
 
         from common import hf_config, vllm_cpu
@@ -50,7 +51,7 @@ class SamplerEngine:
             args |= dict(distributed_executor_backend="mp", enable_expert_parallel=True, disable_custom_all_reduce=True)
         if cuda:
             # "auto" would choose an fp8 cache for this model on Blackwell, without a word
-            args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=True,
+            args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=not apart,
                          kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
         else:
             if tp != 1:
@@ -65,10 +66,11 @@ class SamplerEngine:
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")
         self.base, self.version, self.request, self.broken = base_fingerprint(model), 0, None, None
-        self.weights = weights
+        self.weights, self.id, self.ranks, self.apart = weights, uuid.uuid4().hex, tp, apart
 
-    def node(self):
-        return node_name()
+    def where(self):
+        """{"id": a name of this engine alone, "node", "ranks": how many take a version} for the trainer's `offer`."""
+        return {"id": self.id, "node": node_name(), "ranks": self.ranks}
 
     def generate(self, prompts, seeds, max_tokens, temperature=1.0, top_p=1.0, routes=True):
         """One answer to each prompt (list of token ids). Returns a list of dicts: tokens (int32, T), logp (float32, T),
@@ -154,6 +156,8 @@ class SamplerEngine:
                        f"{'weights' if self.weights else 'adapters'}")
         if self.weights:
             self.broken = f"it holds a part of version {head.version}"
+        if ticket["way"] == "network":
+            ticket = {**ticket, "first": ticket["first"][self.id]}
         self._rpc("weights_stage" if self.weights else "adapter_stage", header, ticket, self.base)
 
     def commit(self, version):
@@ -186,12 +190,13 @@ class SamplerEngine:
     # -- memory -----------------------------------------------------------------------------------------------------------------
 
     def sleep(self):
-        """Give the GPU memory to the trainer: weights go to the host, the KV cache is dropped. Nothing to do on the CPU."""
-        if self.cuda:
+        """Give the GPU memory to the trainer: weights go to the host, the KV cache is dropped. Nothing to do on the CPU, or with
+        GPUs of its own."""
+        if self.cuda and not self.apart:
             self.llm.sleep(level=1)
 
     def wake(self):
-        if self.cuda:
+        if self.cuda and not self.apart:
             self.llm.wake_up()
 
 

@@ -1,6 +1,6 @@
 """The hand-off: from the trainer's adapter, or all of its weights, to every sampler, in memory, versioned, whole or not at all.
 
-A bundle (bundle.py) crosses once for each node: an adapter's unique tensors, which the receiver (receive.py) broadcasts where
+A bundle (bundle.py) crosses once for each node, or to all at once over the network (network.py): an adapter's unique tensors, which the receiver (receive.py) broadcasts where
 all experts of a layer share one, or a bucket of the whole model (receive_weights.py). `publish` is two-phase: every engine
 *stages* what comes; only when all have, every engine *commits* and answers with a fingerprint. An adapter is staged beside the
 version that serves, and any failure before the commit leaves that one serving everywhere; while all weights arrive an engine
@@ -13,7 +13,9 @@ import uuid
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from common import network
 from common.bundle import Header, combine
 from common.cli import Stop
 
@@ -25,8 +27,9 @@ class SharedMemory:
     def __init__(self):
         self._file = None
 
-    def offer(self, flat):
-        """Put the buffer where receivers can map it; returns its ticket. One buffer at a time."""
+    def offer(self, flat, engines=()):
+        """Put the buffer where receivers can map it; returns its ticket. One buffer at a time. engines: read by
+        network.Network only, which is called the same way."""
         if self._file is not None:
             raise Stop(f"{self._file} is still on offer: two publishes at once")
         for old in self.folder.glob("policy-*"):            # of a sender that was killed while it offered
@@ -58,7 +61,7 @@ class CudaIpc:
     def __init__(self):
         self._flat = None
 
-    def offer(self, flat):
+    def offer(self, flat, engines=()):
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             raise Stop("PYTORCH_CUDA_ALLOC_CONF has expandable_segments on: such memory cannot be shared between processes, "
                        "switch it off")
@@ -79,6 +82,9 @@ class CudaIpc:
 
 def take(ticket):
     """The receiver's side: (flat uint8 tensor, function that lets go of it)."""
+    if ticket["way"] == "network":
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return network.receive(ticket, rank, torch.device("cuda") if torch.cuda.is_available() else "cpu"), lambda: None
     if ticket["way"] == "shm":
         try:
             fd = os.open(ticket["path"], os.O_RDWR)
@@ -124,7 +130,7 @@ def _publish(trainer, sampler, version):
             _stage(trainer, sampler, version, headers)
             trainer.release(headers[-1].last)                # staging copied everything
     except BaseException as error:                           # Ctrl-C too: the buffer must not stay in /dev/shm
-        for tidy in (lambda: sampler.abort(version), trainer.release):
+        for tidy in (trainer.release, lambda: sampler.abort(version)):     # the first frees engines that still wait for a buffer
             try:
                 tidy()
             except Exception:                                # whoever is gone cannot be told; the first error says why
@@ -143,15 +149,19 @@ def _publish(trainer, sampler, version):
 
 
 def _stage(trainer, sampler, version, headers):
-    """Offer on every trainer node, stage on every engine; appends the header, before anything is staged."""
-    offers = [offer for offer in trainer.offer(version) if offer is not None]
+    """Offer on every trainer node, or from one rank to all over the network; stage on every engine. Appends the header, before
+    anything is staged."""
+    engines = sampler.where()
+    offers = [offer for offer in trainer.offer(version, engines) if offer is not None]
     if len({offer["fingerprint"] for offer in offers}) != 1:
         raise Stop(f"the trainer's {len(offers)} replicas hold different weights")
     on_node = {offer["node"]: offer for offer in offers if offer["ticket"] is not None}
-    nodes = sampler.node()
+    nodes = [engine["node"] for engine in engines]
+    if len(on_node) == 1 and (only := next(iter(on_node.values())))["ticket"]["way"] == "network":
+        on_node = dict.fromkeys(nodes, only)
     if lost := [n for n in nodes if n not in on_node]:
         raise Stop(f"no trainer rank on the sampler's node {lost[0]}: weights travel inside a node only "
-                   f"(trainer nodes: {sorted(on_node)})")
+                   f"(trainer nodes: {sorted(on_node)}); start trainer and sampler with apart=True")
     headers.append(Header.from_json(offers[0]["header"]))
     sampler.each("stage", [(on_node[n]["header"], on_node[n]["ticket"]) for n in nodes])
 

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from common import bundle, checkpoint, glm5p3, logprobs, lora, replay, sync, weights  # noqa: E402
+from common import bundle, checkpoint, glm5p3, logprobs, lora, network, replay, sync, weights  # noqa: E402
 from common.batch import deal, micro_count  # noqa: E402
 from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
@@ -48,13 +48,14 @@ class TrainerRank:
                  experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
                  max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
                  te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30, optimizer_offload=0.0, precision_aware=False, replay=False,
-                 merge=False):
+                 merge=False, apart=False):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then
         constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: a key of RECOMPUTE. te:
         Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8'
         (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights. optimizer_offload: share of the optimizer's
         state that lives and steps on the host; precision_aware: keeps it in narrower types. replay: a batch may have "routes"
-        (common/replay.py), and its tokens then take those experts. merge: hands over all weights with the adapter in them."""
+        (common/replay.py), and its tokens then take those experts. merge: hands over all weights with the adapter in them.
+        apart: the sampler has other GPUs, so the weights stay on these and travel over the network."""
         if fp8 and not te:
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -68,7 +69,7 @@ class TrainerRank:
         self.te, self.fp8, self.replay, self.merge, self.bucket_bytes = te, fp8, replay, merge, bucket_bytes
         self.coming, self.flips, self.parked = None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
-        self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
+        self.apart, self.transport = apart, sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
     # -- start -------------------------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,10 @@ class TrainerRank:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             # ranks read a checkpoint of terabytes at different speeds before they first meet; the default is 10 minutes
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=timedelta(hours=6))
+        if self.apart:
+            import ray
+            here = f"{address}-handoff" if str(address).startswith("/") else ray.util.get_node_ip_address()
+            self.transport = network.Network(here)
         tp, pp, ep = self.layout.values()
         if self.world % (tp * pp) or (self.world // pp) % ep:
             raise Stop(f"{self.world} trainer ranks do not divide into TP {tp} x PP {pp} x EP {ep}")
@@ -245,7 +250,7 @@ class TrainerRank:
 
     # -- the adapter -------------------------------------------------------------------------------------------------------------
 
-    def offer(self, version):
+    def offer(self, version, engines=()):
         """Collective export of the adapter in the model's dtype, or of the next bucket of all weights. The lead rank of each
         replica answers with its fingerprint, and the first lead of a node packs it and says where it lies; None on all others."""
         adapter = self.lora["rank"] and not self.merge
@@ -262,7 +267,9 @@ class TrainerRank:
             return None
         header, flat = bundle.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
                                  kind="adapter" if adapter else "weights", last=last)
-        ticket = self.transport.offer(flat) if where.index(where[self.rank]) == self.rank else None
+        leads = [where.index(node) for node in where if node]      # the first lead of each one's node
+        sends = self.rank == leads[0] if self.apart else self.rank in leads
+        ticket = self.transport.offer(flat, engines) if sends else None
         return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
 
     def release(self, last=True):
@@ -309,7 +316,7 @@ class TrainerRank:
     def offload(self):
         """Give the GPU's memory to the sampler: weights go to the host, pinned, where `offer` reads them, gradients are dropped.
         Frozen weights never change, so their host copy is made once; the adapter stays."""
-        if device().type == "cuda":
+        if device().type == "cuda" and not self.apart:
             self._park()
             torch.cuda.empty_cache()
 

@@ -1,0 +1,181 @@
+"""The hand-off between processes that share neither memory nor a GPU: one trainer rank broadcasts a bundle to every rank of every
+sampler engine, by NCCL from GPU to GPU, by gloo on the CPU, in a process group of their own.
+
+A group is made for one set of engines; another set, one of them started anew, gets another group. Each wait has a limit and ends
+early when the sender gives up or is gone. Then the group is aborted, and the next bundle makes a new one.
+"""
+import os
+import threading
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.cli import Stop
+
+SENDER = 0               # its rank in the group; the engines' ranks follow in the order of the engines
+GRACE_S = 2              # the sender's own end of a broadcast may lag behind the receivers' by this much
+NO_TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"     # 0: where a peer is lost torch would otherwise end the process, the trainer's
+
+
+class Network:
+    """The sender's side, beside sync.SharedMemory and sync.CudaIpc."""
+
+    def __init__(self, meeting, limit_s=600):
+        """meeting: a path where nothing is, for processes of one machine (they meet in a file, nothing listens on the network), or
+        the name by which this machine is reached. limit_s: seconds for one bundle to be everywhere."""
+        self.meeting, self.limit_s = str(meeting), limit_s
+        self._members = self._channel = self._sending = self._server = None
+
+    def offer(self, flat, engines):
+        """Begin to send the buffer; returns its ticket. engines: [{"id": name, "ranks": their number}]. One buffer at a time."""
+        if self._sending is not None:
+            raise Stop("a buffer is still on its way: two publishes at once")
+        members, first = [(e["id"], e["ranks"]) for e in engines], [1]
+        for _, ranks in members:
+            first.append(first[-1] + ranks)
+        if members != self._members:
+            self._leave()
+            if self.meeting.startswith("/"):
+                where = f"{self.meeting}-{uuid.uuid4().hex}"
+            else:
+                self._server = dist.TCPStore(self.meeting, 0, is_master=True, wait_for_workers=False)
+                where = f"{self.meeting}:{self._server.port}"
+            self._members, self._channel, self._number = members, Channel(where, SENDER, first[-1], self.limit_s), 0
+        if flat.is_cuda:
+            torch.cuda.synchronize()                         # NCCL reads it on a stream of its own
+        self._number += 1
+        self._sending = threading.Thread(target=self._send, args=(self._channel, flat, self._number), daemon=True)
+        self._sending.start()
+        return {"way": "network", "where": self._channel.where, "world": first[-1], "numel": flat.numel(), "number": self._number,
+                "first": {name: at for (name, _), at in zip(members, first)}, "limit_s": self.limit_s, "sender": os.getpid()}
+
+    def _send(self, channel, flat, number):
+        try:
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)           # a new thread begins with the first one
+            channel.broadcast(flat, number)
+        except Exception as error:                           # noqa: BLE001 - the receivers say what is wrong; here it ends the group
+            channel.lost = error
+
+    def release(self):
+        """Let go of the buffer. Receivers that still wait for it, because others refused, are told that it does not come."""
+        if self._sending is not None:
+            self._sending.join(GRACE_S)
+            if self._sending.is_alive() or self._channel.lost:
+                self._leave()
+            self._sending = None
+
+    def _leave(self):
+        if self._channel is not None:
+            self._channel.give_up(self._sending)
+        self._members = self._channel = self._server = None
+
+
+class Channel:
+    """One member's side of a group. Every member calls `broadcast` with the same number."""
+
+    def __init__(self, where, rank, world, limit_s):
+        self.where, self.rank, self.world, self.limit_s = where, rank, world, limit_s
+        self.lost, self._group, self._given_up = None, None, False
+        # signs of life have a client of their own: a wait inside the group blocks the one that it uses
+        self._signs = dist.PrefixStore("signs", self._store())
+
+    def _store(self):
+        if self.where.startswith("/"):
+            return dist.FileStore(self.where, -1)            # -1: the file stays when a member leaves
+        host, _, port = self.where.rpartition(":")
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.limit_s))
+
+    def broadcast(self, flat, number, sender=None):
+        """Fill `flat`, uint8 on this member's device, with the sender's; its own is what it sends. sender: its process, on this
+        machine. Stop when the limit is over or the sender gave up."""
+        until = time.monotonic() + self.limit_s
+
+        def wait(done, what):
+            pause, look = 1e-5, time.monotonic() + 0.1
+            while not done():
+                if self._given_up:
+                    raise Stop(f"bundle {number} was given up")
+                if time.monotonic() > look:
+                    look += 0.1
+                    self._look(number, sender)
+                if time.monotonic() > until:
+                    raise Stop(f"{what} within {self.limit_s:g} s, over {'NCCL' if torch.cuda.is_available() else 'gloo'}")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.001)
+        if self._group is None:                              # all are there before the group is made, which cannot be called off
+            self._signs.set(f"here {self.rank}", "1")
+            everyone = [f"here {rank}" for rank in range(self.world)]
+            wait(lambda: self._signs.check(everyone), f"not all {self.world} members of the hand-off's group met")
+            self._group = self._make()
+        how = dist.BroadcastOptions()
+        how.rootRank = SENDER
+        work = self._group.broadcast([flat], how)
+        wait(work.is_completed, f"{flat.numel():,} bytes did not arrive everywhere")
+        work.wait()                                          # raises what went wrong
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _look(self, number, sender):
+        """Stop if the sender will send nothing any more."""
+        try:
+            if self._signs.check(["given up"]):
+                raise Stop(f"the sender gave bundle {number} up")
+        except dist.DistError as error:                      # its store went with it
+            raise Stop(f"the sender of bundle {number} is gone: {self.where} does not answer") from error
+        if sender and self.where.startswith("/") and not Path(f"/proc/{sender}").exists():
+            raise Stop(f"the sender of bundle {number}, process {sender}, is gone")
+
+    def _make(self):
+        store, limit = dist.PrefixStore("group", self._store()), timedelta(seconds=2 * self.limit_s)
+        if torch.cuda.is_available():
+            before = os.environ.get(NO_TEARDOWN)
+            os.environ[NO_TEARDOWN] = "0"                    # read when a group is made, and meant for this one alone
+            try:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+            finally:
+                os.environ.pop(NO_TEARDOWN) if before is None else os.environ.update({NO_TEARDOWN: before})
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        if self.where.startswith("/"):
+            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, self.rank, self.world, options)
+
+    def give_up(self, sending=None):
+        """End the group. sending: the thread that is in `broadcast`, if one is."""
+        self._given_up = True
+        if self.rank == SENDER:
+            self._signs.set("given up", "1")
+        if sending is not None:
+            sending.join(GRACE_S)
+        if self._group is not None:
+            self._group.abort()
+
+
+_joined = None           # this process's Channel
+
+
+def receive(ticket, rank, device):
+    """The receiver's side: the sender's buffer as a new uint8 tensor on `device`. rank: of this process in its engine, whose first
+    one is ticket["first"]."""
+    global _joined
+    if _joined is None or _joined.where != ticket["where"] or _joined.lost:
+        if _joined is not None:
+            _joined.give_up()
+        _joined = Channel(ticket["where"], ticket["first"] + rank, ticket["world"], ticket["limit_s"])
+    flat = torch.empty(ticket["numel"], dtype=torch.uint8, device=device)
+    try:
+        _joined.broadcast(flat, ticket["number"], ticket["sender"])
+    except BaseException as error:
+        _joined.lost = error
+        _joined.give_up()
+        raise
+    return flat
