@@ -68,8 +68,8 @@ def nodes(n, gpus_per_node, seconds=120):
 
 
 def meeting(trainer, folder):
-    """Where the trainer's ranks meet, for `load`: on one machine in a file, so that nothing listens on the network; it stays, because
-    NCCL reads it again whenever a group of ranks talks for the first time. On several at an address of rank 0."""
+    """Where the trainer's ranks meet, for `load`: on one machine in a file, so that nothing listens on the network; it stays,
+    because NCCL reads it again whenever a group of ranks talks for the first time. On several at an address of rank 0."""
     import ray
     if len([node for node in ray.nodes() if node["Alive"]]) > 1:
         return trainer.address()[0]
@@ -82,27 +82,28 @@ def release(place):
     remove_placement_group(place)
 
 
-def start(where, name, place, arguments, on=None, env=None, gpus=None, limits=None, restarts=0):
+def start(where, name, place, arguments, on=None, env=None, gpus=0, limits=None, restarts=0):
     """Start one actor for each dict in `arguments`, spread evenly over the nodes of `place`, or over those that `on` numbers;
     call `ready()` on the group before its verbs.
 
-    where: "module:Class", built in the actor with the dict as keyword arguments. gpus: for each actor the GPUs it sees
-    ("3" or "0,1,2,3", counted within its node), or None without a GPU. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping
-    (one owner a GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env:
-    environment variables of the actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
+    where: "module:Class", built in the actor with the dict as keyword arguments. gpus: how many of its node's GPUs an actor sees,
+    the first actor there the first ones. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping (one owner a
+    GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env: environment variables of the
+    actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     host, on = ray.remote(Host), on or range(len(place.bundle_specs))
     per_node = -(-len(arguments) // len(on))
-    where_is = ray.util.placement_group_table(place)["bundles_to_node_id"]
+    machine = ray.util.placement_group_table(place)["bundles_to_node_id"]
 
     def make(i):
         variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **(env or {})}
         bundle = on[i // per_node]
         if gpus:                                             # after those of the bundles before it on the same machine
-            first = sum(int(place.bundle_specs[b]["GPU"]) for b in range(bundle) if where_is[b] == where_is[bundle])
-            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(str(first + int(g)) for g in gpus[i].split(","))}
+            first = sum(int(place.bundle_specs[b]["GPU"]) for b in range(bundle) if machine[b] == machine[bundle])
+            first += i % per_node * gpus
+            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(str(first + g) for g in range(gpus))}
         there = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=bundle)
         actor = host.options(num_cpus=0, scheduling_strategy=there, runtime_env={"env_vars": variables}).remote()
         return actor, actor.who.remote(), actor.build.remote(where, arguments[i])

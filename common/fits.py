@@ -5,8 +5,11 @@ start. Computed from the model's config by size.py and memory.py, not measured; 
 Config.
 """
 import glob
+import importlib.util
 import os
+import re
 import shutil
+from pathlib import Path
 
 from common import cli, memory, size
 
@@ -17,6 +20,25 @@ def needs(c, sizes):
         return {}
     m = sizes(size.read(c.model), c)
     return {"host memory": m.host, "room in runs/": 0 if c.resume else m.checkpoints + m.export}
+
+
+def there(c, must):
+    """must(ok, sentence) gets what the run needs and does not find: GPUs, packages, model, data, a free name."""
+    here, gpus = len(glob.glob("/dev/nvidia[0-9]*")), (c.nodes + c.sampler_nodes) * c.gpus_per_node
+    must(gpus == 0 or os.environ.get("RAY_ADDRESS") or gpus <= here,
+         f"{gpus} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
+    must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
+         f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
+    for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
+        must(importlib.util.find_spec(package), f"package {package} is missing: pip install -r requirements.txt")
+    if not c.rehearse:                                        # the rehearsal makes its own
+        must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
+        lost = (Path(c.model) / "config.json").is_file() and size.missing(c.model)
+        must(not lost, lost)
+        for path in (c.train_data, c.eval_data):
+            must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
+    must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
+    must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
 
 
 def rows(c, must, sizes):
@@ -35,7 +57,8 @@ def rows(c, must, sizes):
                               (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card),
                               *([("a publish", m.publish, m.card)] if m.publish else [])):
         must(not (sentence := memory.too_large(what, parts, room)), sentence)
-    gib, disk, step, gpu_hours = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values()), m.hours * c.trainer_ranks
+    gib, disk, step = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values())
+    gpu_hours = m.hours * (c.nodes + c.sampler_nodes) * c.gpus_per_node
     if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
         ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
         must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")

@@ -180,8 +180,9 @@ def step_seconds(*, answers, engines, max_num_seqs, gpus, weights, bundle):
 
 
 def colocated(c, cfg, problems=30):
-    """A LoRA run whose trainer and sampler take turns on the same GPUs; cfg: a recipe's Config. In what it returns `update`,
-    `sampling` and `sampler` are {part: bytes} of a GPU, the first two with what the resting one leaves there, and a publish."""
+    """A LoRA run whose trainer and sampler take turns on the same GPUs, unless the sampler has nodes of its own; cfg: a recipe's
+    Config. In what it returns `update`, `sampling` and `sampler` are {part: bytes} of a GPU, the first two with what the resting
+    one leaves there, and a publish."""
     longest, card = cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_gib * GIB
     lora = dict(rank=cfg.lora_rank, targets=cfg.lora_targets, experts=cfg.lora_experts)
     unique, public, tensors, _ = size.adapter(c, **lora)
@@ -193,7 +194,7 @@ def colocated(c, cfg, problems=30):
                            gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=2 * unique)
     evals = 1 + -(-cfg.steps // cfg.eval_every)
     evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
-    return SimpleNamespace(
+    m = SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")},
         sampling=sample | {"trainer's adapter and optimizer": sum(train[k] for k in ("adapter", "gradients", "optimizer")),
                            "trainer's context": train["context"], "adapter gathered and packed": 4 * unique},
@@ -205,6 +206,7 @@ def colocated(c, cfg, problems=30):
         # every rank's parameters, masters and two moments; one checkpoint more while the newest is written
         checkpoints=(cfg.keep + 1) * cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]), export=4 * public,
         seconds=seconds, evals=evals, problems=problems, hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
+    return _apart(m, cfg, train, sample, 2 * unique) if cfg.sampler_nodes else m
 
 
 def whole(c, cfg, problems=30):
@@ -229,7 +231,9 @@ def whole(c, cfg, problems=30):
     seconds["publish"] = 2 * count / WEIGHTS_BYTES_PER_S
     evals = 1 + -(-cfg.steps // cfg.eval_every)
     evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
-    return SimpleNamespace(
+    # megatron-core's optimizer on the host: master, two moments and a page-locked gradient in float32
+    optimizer = (12 + 4 * PINNED) * count * cfg.optimizer_offload / cfg.nodes if offload else 0
+    m = SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")}, sampling=sample | resting,
         publish=sample | resting | {"buckets": 3 * cfg.bucket_gib * GIB,
                                     "a layer in reload": 2 * parts["routed experts"] / (layers - dense),
@@ -238,15 +242,22 @@ def whole(c, cfg, problems=30):
         sampler=sample | {"KV cache": longest * kv_per_token(c)},                         # with room for one longest answer
         card=(1 - SPARE) * card, engine=cfg.gpu_memory_utilization * card, sent=count, tensors=None,
         kv_tokens=sample["KV cache"] / kv_per_token(c), kv_answers=sample["KV cache"] / kv_per_token(c) / longest,
-        host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"])
-        # megatron-core's optimizer on the host: master, two moments and a page-locked gradient in float32
-        + ((12 + 4 * PINNED) * count * cfg.optimizer_offload / cfg.nodes if offload else 0),
+        host=PINNED * cfg.gpus_per_node * (2 * sum(on_gpu(c, cfg.tp, cfg.ep, cfg.pp)) + sample["weights"]) + optimizer,
         # bf16 weights, float32 masters and two moments; of an adapter every rank's parameters, masters and moments
         checkpoints=(cfg.keep + 1) * (cfg.save_every > 0) * (
             cfg.trainer_ranks * (train["adapter"] + 1.5 * train["optimizer"]) if lora else 14 * count),
         export=4 * size.adapter(c, **lora)[1] if lora else 2 * count, adapter=size.adapter(c, **lora)[0] if lora else 0,
         seconds=seconds, evals=evals, problems=problems,
         hours=(cfg.steps * sum(seconds.values()) + evals * evaluation) / 3600)
+    return _apart(m, cfg, train, sample, 2 * cfg.bucket_gib * GIB, optimizer) if cfg.sampler_nodes else m
+
+
+def _apart(m, cfg, train, sample, arriving, host=0):
+    """`m` for a sampler with nodes of its own: neither rests on the other's GPUs or sleeps on its host."""
+    m.update, m.sampling, m.host = train, sample | {"what arrives": arriving}, host
+    m.publish = m.publish and {k: v for k, v in m.publish.items() if not k.startswith(("trainer's", "contexts of"))}
+    m.hours -= cfg.steps * m.seconds.pop("move") / 3600
+    return m
 
 
 def too_large(what, parts, room):

@@ -25,8 +25,8 @@ class Network:
     """The sender's side, beside sync.SharedMemory and sync.CudaIpc."""
 
     def __init__(self, meeting, limit_s=600):
-        """meeting: a path where nothing is, for processes of one machine (they meet in a file, nothing listens on the network), or
-        the name by which this machine is reached. limit_s: seconds for one bundle to be everywhere."""
+        """meeting: a path where nothing is, for processes of one machine (they meet in a file, and nothing listens on the
+        network), or the name by which this machine is reached. limit_s: seconds for one bundle to be everywhere."""
         self.meeting, self.limit_s = str(meeting), limit_s
         self._members = self._channel = self._sending = self._server = None
 
@@ -72,7 +72,7 @@ class Network:
     def _leave(self):
         if self._channel is not None:
             self._channel.give_up(self._sending)
-        self._members = self._channel = self._server = None
+        self._members = self._channel = None                 # not the server: receivers read there that it is over
 
 
 class Channel:
@@ -122,11 +122,8 @@ class Channel:
 
     def _look(self, number, sender):
         """Stop if the sender will send nothing any more."""
-        try:
-            if self._signs.check(["given up"]):
-                raise Stop(f"the sender gave bundle {number} up")
-        except dist.DistError as error:                      # its store went with it
-            raise Stop(f"the sender of bundle {number} is gone: {self.where} does not answer") from error
+        if self._signs.check(["given up"]):
+            raise Stop(f"the sender gave bundle {number} up")
         if sender and self.where.startswith("/") and not Path(f"/proc/{sender}").exists():
             raise Stop(f"the sender of bundle {number}, process {sender}, is gone")
 
@@ -158,14 +155,16 @@ class Channel:
             sending.join(GRACE_S)
         if self._group is not None:
             self._group.abort()
+            _aborted.append(self._group)
 
 
 _joined = None           # this process's Channel
+_aborted = []            # gloo's groups wait, when they are deleted, for what they still had to send to the dead
 
 
 def receive(ticket, rank, device):
-    """The receiver's side: the sender's buffer as a new uint8 tensor on `device`. rank: of this process in its engine, whose first
-    one is ticket["first"]."""
+    """The receiver's side: the sender's buffer as a new uint8 tensor on `device`. rank: of this process in its engine, whose
+    first one is ticket["first"]."""
     global _joined
     if _joined is None or _joined.where != ticket["where"] or _joined.lost:
         if _joined is not None:
@@ -177,5 +176,8 @@ def receive(ticket, rank, device):
     except BaseException as error:
         _joined.lost = error
         _joined.give_up()
+        if isinstance(error, dist.DistError):                # the store, or the group's connection, went with its process
+            raise Stop(f"the sender of bundle {ticket['number']} is gone, or another receiver ({str(error).splitlines()[0]})") \
+                from error
         raise
     return flat

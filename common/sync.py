@@ -1,10 +1,10 @@
 """The hand-off: from the trainer's adapter, or all of its weights, to every sampler, in memory, versioned, whole or not at all.
 
-A bundle (bundle.py) crosses once for each node, or to all at once over the network (network.py): an adapter's unique tensors, which the receiver (receive.py) broadcasts where
-all experts of a layer share one, or a bucket of the whole model (receive_weights.py). `publish` is two-phase: every engine
-*stages* what comes; only when all have, every engine *commits* and answers with a fingerprint. An adapter is staged beside the
-version that serves, and any failure before the commit leaves that one serving everywhere; while all weights arrive an engine
-answers nothing.
+A bundle (bundle.py) crosses once for each node, or to engines with GPUs of their own over the network (network.py): an adapter's
+unique tensors, which the receiver (receive.py) broadcasts where all experts of a layer share one, or a bucket of the whole model
+(receive_weights.py). `publish` is two-phase: every engine *stages* what comes; only when all have, every engine *commits* and
+answers with a fingerprint. An adapter is staged beside the version that serves, and any failure before the commit leaves that one
+serving everywhere; while all weights arrive an engine answers nothing.
 """
 import mmap
 import os

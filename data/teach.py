@@ -44,7 +44,7 @@ def _teach(part, gpus, dtype, ranks, settings):
     trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", place, [dict(
         rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
         weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)],
-        gpus=gpus and [str(i) for i in range(gpus)], env={"OMP_NUM_THREADS": "1"}).ready()
+        gpus=min(gpus, 1), env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):

@@ -187,8 +187,7 @@ def start(cfg, rows):
     """The engines, as a group of actors, spread evenly over the nodes."""
     from common import cluster, vllm_cpu
     cluster.connect(local=cfg.cpu)
-    place, per_node = cluster.nodes(cfg.nodes, cfg.gpus_per_node), cfg.engines // cfg.nodes
-    cards = [",".join(str(i % per_node * cfg.tp + j) for j in range(cfg.tp)) for i in range(cfg.engines)]
+    place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
     rank = adapter.check(cfg.adapter, cfg.model, cfg.cpu)[0] if cfg.adapter else 0
     config = json.loads((Path(cfg.model) / "config.json").read_text())
     return cluster.start("eval.engine:Engine", "engine", place, [dict(
@@ -196,7 +195,7 @@ def start(cfg, rows):
         kv_cache_dtype=cfg.cache_dtype, tp=cfg.tp, max_model_len=max(len(row["tokens"]) for row in rows) + cfg.max_tokens,
         max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, cpu_cache_gb=cfg.cpu_cache_gb,
         sampling=cfg.sampling, adapter=cfg.adapter and str(Path(cfg.adapter).absolute()), lora_rank=rank)] * cfg.engines,
-        gpus=None if cfg.cpu else cards, env=vllm_cpu.ENV if cfg.cpu else engine.ENV).ready()
+        gpus=0 if cfg.cpu else cfg.tp, env=vllm_cpu.ENV if cfg.cpu else engine.ENV).ready()
 
 
 def sample(cfg, tok, rows, done):

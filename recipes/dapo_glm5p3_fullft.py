@@ -31,16 +31,14 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import sys
 import time
-import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, memory, size  # noqa: E402
+from common import cli, fits, memory  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -81,6 +79,7 @@ class Config:
     precision_aware: bool = True             # keeps them off the GPU altogether: peak 157 -> 117 GiB (published)
     # parallelism: every node is one tensor-parallel group of the trainer and one sampler engine on the same 8 GPUs
     nodes: int = 8
+    sampler_nodes: int = 0                   # more nodes, for the sampler alone: weights go there over the network
     gpus_per_node: int = 8                   # 0: on the CPU
     gpu_memory_gib: float = 178              # as torch reports it: B300 (sold as 288 GB) 267, B200 178, H200 139; plan only
     cpu_ranks: int = 1                       # trainer ranks and sampler engines when gpus_per_node is 0
@@ -124,7 +123,7 @@ class Config:
 
     @property
     def engines(self):
-        return self.nodes * self.gpus_per_node // self.sampler_tp or self.cpu_ranks
+        return (self.sampler_nodes or self.nodes) * self.gpus_per_node // self.sampler_tp or self.cpu_ranks
 
     @property
     def dp(self):
@@ -164,7 +163,8 @@ def plan(cfg):
                       f"the sampler's weights in {c.sampler_fp8.replace('none', c.dtype)}"),
         ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
         ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
-        ("machines", f"{c.nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else f"the CPU: {os.cpu_count()} cores"),
+        ("machines", f"{c.nodes} + {c.sampler_nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else
+         f"the CPU: {os.cpu_count()} cores"),
         ("run folder", f"runs/{c.name}"),
     ]
 
@@ -199,24 +199,10 @@ def plan(cfg):
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES)
-    here = len(glob.glob("/dev/nvidia[0-9]*"))
-    must(c.gpus_per_node == 0 or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.gpus_per_node <= here),
-         f"{c.nodes} x {c.gpus_per_node} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
-    must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
-         f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
-    for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
-        must(importlib.util.find_spec(package), f"package {package} is missing: pip install -r requirements.txt")
     must(c.train_fp8 == "none" or importlib.util.find_spec("transformer_engine"),
          f"train_fp8 is {c.train_fp8} and Transformer Engine is missing: pip install transformer-engine[pytorch,core_cu13]")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
-    if not c.rehearse:                                        # the rehearsal makes its own
-        must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
-        lost = (Path(c.model) / "config.json").is_file() and size.missing(c.model)
-        must(not lost, lost)
-        for path in (c.train_data, c.eval_data):
-            must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
-    must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
-    must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
+    fits.there(c, must)                                       # machines, packages, model, data, run folder
     return cli.report(rows, problems)
 
 
@@ -305,7 +291,8 @@ def evaluate(run, step, sampler, tok, rows, cfg):
 def start(cfg, run):
     """Ray, the trainer's ranks and the sampler's engines, all on the same nodes; returns (trainer, sampler)."""
     from common import cluster
-    place = cluster.nodes(cfg.nodes, cfg.gpus_per_node)
+    place, apart = cluster.nodes(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node), cfg.sampler_nodes > 0
+    nodes = range(cfg.nodes + cfg.sampler_nodes)
     per_node, quantization = cfg.gpus_per_node, {} if cfg.sampler_fp8 == "none" else {"quantization": cfg.sampler_fp8}
     limits = {None: cfg.call_limit_s, "generate": cfg.sample_limit_s, **dict.fromkeys(("logprobs", "update"), cfg.update_limit_s),
               **dict.fromkeys(("start", "load", "save", "restore", "export", "save_model"), cfg.files_limit_s)}
@@ -314,25 +301,21 @@ def start(cfg, run):
         # one more than the longest answer, because scoring it asks vLLM for a token after it
         max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
         # no weights of its own: all of them come with the first version
-        seed=cfg.seed, vllm_args={"load_format": "dummy", **quantization})] * cfg.engines,
-        gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines,
-        limits=limits, restarts=cfg.engine_restarts)
+        seed=cfg.seed, apart=apart, vllm_args={"load_format": "dummy", **quantization})] * cfg.engines,
+        on=nodes[cfg.nodes:] or nodes, gpus=per_node and cfg.sampler_tp, limits=limits, restarts=cfg.engine_restarts)
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         fp8=None if cfg.train_fp8 == "none" else cfg.train_fp8, replay=cfg.replay, optimizer_offload=cfg.optimizer_offload,
         precision_aware=cfg.precision_aware, bucket_bytes=int(cfg.bucket_gib * 2**30),
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
-        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed) for r in range(cfg.trainer_ranks)],
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart) for r in range(cfg.trainer_ranks)],
         # an optimizer on the host steps on its cores: 194 s with one thread, 87 with twelve (published)
-        gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)], limits=limits,
+        on=nodes[:cfg.nodes], gpus=per_node and 1, limits=limits,
         env={"OMP_NUM_THREADS": "12"} if cfg.optimizer_offload else None)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
-    # on one machine the ranks meet in a file, so that nothing listens on the network; it stays, because NCCL reads it again
-    # whenever a group of ranks talks for the first time
-    meeting = (run.folder / f"rendezvous-{uuid.uuid4().hex}").absolute()
-    trainer.ready().load(trainer.address()[0] if cfg.nodes > 1 else str(meeting))
+    trainer.ready().load(cluster.meeting(trainer, run.folder))
     trainer.offload()
     sampler.wake()
     trainer.hint = sampler.hint = "--resume goes on from the newest checkpoint, without one from step 1"

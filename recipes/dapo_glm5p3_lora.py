@@ -25,10 +25,8 @@ during them.
 import dataclasses
 import glob
 import hashlib
-import importlib.util
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -36,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, memory, size  # noqa: E402
+from common import cli, fits, memory  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -196,22 +194,8 @@ def plan(cfg):
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES)
-    here, gpus = len(glob.glob("/dev/nvidia[0-9]*")), (c.nodes + c.sampler_nodes) * c.gpus_per_node
-    must(gpus == 0 or os.environ.get("RAY_ADDRESS") or gpus <= here,
-         f"{gpus} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
-    must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
-         f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
-    for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
-        must(importlib.util.find_spec(package), f"package {package} is missing: pip install -r requirements.txt")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
-    if not c.rehearse:                                        # the rehearsal makes its own
-        must((Path(c.model) / "config.json").is_file(), f"no model folder {c.model} (config.json is missing there)")
-        lost = (Path(c.model) / "config.json").is_file() and size.missing(c.model)
-        must(not lost, lost)
-        for path in (c.train_data, c.eval_data):
-            must(Path(path).is_file(), f"no data file {path} (data/README.md says how to make it)")
-    must(c.resume or c.plan or not Path("runs", c.name).exists(), f"runs/{c.name} exists: use --resume or another --name")
-    must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
+    fits.there(c, must)                                       # machines, packages, model, data, run folder
     return cli.report(rows, problems)
 
 
@@ -311,8 +295,8 @@ def start(cfg, run):
         model=cfg.model, dtype=cfg.dtype, tp=cfg.sampler_tp, lora_rank=cfg.lora_rank, max_num_seqs=cfg.max_num_seqs,
         # one more than the longest answer, because scoring it asks vLLM for a token after it
         max_model_len=cfg.max_prompt_tokens + cfg.max_response_tokens + 1, gpu_memory_utilization=cfg.gpu_memory_utilization,
-        seed=cfg.seed, apart=apart)] * cfg.engines, on=nodes[cfg.nodes:] or nodes,
-        gpus=per_node and [",".join(map(str, range(cfg.sampler_tp)))] * cfg.engines, limits=limits, restarts=cfg.engine_restarts)
+        seed=cfg.seed, apart=apart)] * cfg.engines,
+        on=nodes[cfg.nodes:] or nodes, gpus=per_node and cfg.sampler_tp, limits=limits, restarts=cfg.engine_restarts)
     trainer = cluster.start("common.trainer:TrainerRank", "trainer rank", place, [dict(
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
