@@ -193,10 +193,10 @@ def test_a_run_can_be_recorded(straight, tmp_path):
 
 def test_engines_that_die_alone_are_replaced_and_nothing_else_changes(straight):
     """Killed while it samples an evaluation, while it samples a step, and between stage and commit: the run goes on, and with the
-    same numbers."""
+    same numbers. Its weights come over the network, where every new engine makes a new group, the others' through /dev/shm."""
     cwd, _ = straight
     script = cwd / "kill.py"
-    script.write_text(KILL.format(root=str(ROOT), recipe=str(RECIPE), args=[*SMALL, "--name", "killed"]))
+    script.write_text(KILL.format(root=str(ROOT), recipe=str(RECIPE), args=[*SMALL, "--sampler-nodes", "1", "--name", "killed"]))
     code, out, err = run(cwd=cwd, script=script)
     assert code == 0, err[-3000:]
     told = [line for line in out.splitlines() if "restarts are left" in line]

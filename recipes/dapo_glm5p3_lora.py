@@ -157,8 +157,8 @@ def plan(cfg):
         ("adapter", f"rank {c.lora_rank}, alpha {c.lora_alpha}, {c.lora_experts} for routed experts"),
         ("trainer", f"{c.trainer_ranks} ranks: TP {c.tp} x EP {c.ep} x PP {c.pp}, DP {c.dp}"),
         ("sampler", f"{c.engines} engines x TP {c.sampler_tp}, {c.max_num_seqs} requests at once each"),
-        ("machines", f"{c.nodes} + {c.sampler_nodes} x {c.gpus_per_node} GPUs" if c.gpus_per_node else
-         f"the CPU: {os.cpu_count()} cores"),
+        ("machines", f"{c.nodes}{f' + {c.sampler_nodes}' * (c.sampler_nodes > 0)} x {c.gpus_per_node} GPUs" if c.gpus_per_node
+         else f"the CPU: {os.cpu_count()} cores"),
         ("run folder", f"runs/{c.name}"),
     ]
 
