@@ -18,7 +18,8 @@ from common.trace import Trace
 
 copy = torch._foreach_copy_                 # one call for thousands of copies
 TESTED_VLLM = "0.32.0"                      # the slot layout below is internal to vLLM
-SILENT = {"mlp.gate": "vLLM accepts a router adapter and never applies it"}
+SILENT = {"mlp.gate": "vLLM accepts a router adapter and never applies it",
+          **{f"self_attn.{x}_conv1d": "vLLM reads a convolution's weight without its adapter" for x in "qkv"}}
 
 
 def answered(method):
@@ -93,8 +94,15 @@ class Receiver:
     @answered
     def trace_start(self):
         """Watch the layers: `trace_stop` answers {layer: projections of the residual stream after it}."""
-        layers = {i: layer for i, layer in enumerate(self.model_runner.model.model.layers) if hasattr(layer, "self_attn")}
-        self.tracing = Trace(layers, lambda output: output[0] + output[1])               # output and residual are added later
+        model = self.model_runner.model
+        layers = dict(enumerate(getattr(model, "language_model", model).model.layers))
+
+        def stream(output):
+            if len(output) == 2:                             # output and residual are added later
+                return output[0] + output[1]
+            x, residual, post, comb = output                 # Flash: its streams are mixed in the next layer; here, their mean
+            return x if post is None else layers[0].hc_post(x, residual, post, comb).mean(1)
+        self.tracing = Trace(layers, stream)
         return {}
 
     @answered
@@ -143,11 +151,11 @@ class Receiver:
             return got
 
         for name, module in adapters.modules.items():
-            path = name.removeprefix("model.")
+            path = neutral(name)
             if path.endswith(".experts"):
                 yield from self._expert_places(module, path, pair, header, slot)
                 continue
-            parts = [p.removeprefix("model.") for p in adapters.packed_modules.get(name, [name])]
+            parts = [neutral(p) for p in adapters.packed_modules.get(name, [name])]
             pairs = [pair(p) for p in parts]
             if not any(pairs):
                 module.reset_lora(slot)
@@ -161,8 +169,11 @@ class Receiver:
             a, b = ([p and p[i] for p in pairs] for i in (0, 1))
             if module.tp_size > 1:
                 single = len(module.lora_a_stacked) == 1 and name not in adapters.packed_modules
+                whole = b
                 a = [module.slice_lora_a(a[0])] if single else module.slice_lora_a(a)
                 b = [module.slice_lora_b(b[0])] if single else module.slice_lora_b(b)
+                for i in getattr(module.base_layer, "replicated_shard_ids", ()):         # vLLM would cut Flash's f_a and g_a, too
+                    b[i] = whole[i]
             for i, p in enumerate(parts):
                 dest_a, dest_b = module.lora_a_stacked[i][slot, 0], module.lora_b_stacked[i][slot, 0]
                 if a[i] is None:
@@ -231,6 +242,7 @@ class Plan:
             self.regions.append(region)
         self.reader = Reader(held, parts)
 
+
 def _whole_words(t):
     """Whether the rows of a tensor can be read as 8-byte words."""
     size = t.element_size()
@@ -239,6 +251,11 @@ def _whole_words(t):
 
 def _where(t):
     return tuple(t.shape), t.stride(), t.storage_offset()
+
+
+def neutral(name):
+    """vLLM's name of a module -> ours: model.layers.0.mlp, language_model.model.layers.0.mlp -> layers.0.mlp"""
+    return name.removeprefix("language_model.").removeprefix("model.")
 
 
 def kind(path):

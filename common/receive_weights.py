@@ -21,6 +21,7 @@ from common.cli import Stop
 from common.hf_config import tensor_files
 from common.receive import TESTED_VLLM, Receiver, answered
 from common.sync import take
+from common.vllm_flash import refresh
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
             nonlocal at
             for key, t in weights.items():
                 at = f"{key} of shape {tuple(t.shape)}"
-                yield checkpoint_name(key), t
+                yield checkpoint_name(key, self.model_config), t
         try:
             self.loaded |= self.model.load_weights(feed())
         except Exception as error:                           # vLLM's loaders assert, without names
@@ -79,7 +80,9 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
     def finish_weight_update(self):
         held = {n.replace(".base_layer", "") for n, _ in self.model.named_parameters()}
         finalize_layerwise_reload(self.model, self.model_config)
-        if left := sorted(n for n in held - self.loaded if "_scale" not in n):         # those the casting to FP8 makes
+        refresh(self.model)
+        # the casting to FP8 makes scales; a vision tower is not trained
+        if left := sorted(n for n in held - self.loaded if "_scale" not in n and not n.startswith("visual.")):
             raise Stop(f"{len(left)} parameters of the sampler got nothing: {', '.join(left[:3])}")
 
     def shutdown(self):
@@ -89,9 +92,13 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
 WeightTransferEngineFactory.register_engine("buckets", Buckets)
 
 
-def checkpoint_name(key):
-    """layers.0.self_attn.o_proj.weight -> model.layers.0.self_attn.o_proj.weight"""
-    return key if key.startswith("lm_head.") else f"model.{key}"
+def checkpoint_name(key, model_config):
+    """layers.0.self_attn.o_proj.weight -> model.layers.0.self_attn.o_proj.weight, of Flash model.language_model.layers...."""
+    return key if key.startswith("lm_head.") else prefix(model_config) + key
+
+
+def prefix(model_config):
+    return "model.language_model." if model_config.hf_config.model_type == "glm5_next" else "model."
 
 
 class WeightReceiver(Receiver):
@@ -144,10 +151,10 @@ class WeightReceiver(Receiver):
         self.weight_transfer_engine.reset_weight_update_target()
 
     def _check_names(self, version):
-        layers = self.model_config.hf_text_config.num_hidden_layers
-        wanted = {n for n in tensor_files(self.model_config.model)
-                  if not n.startswith(f"model.layers.{layers}.") and not n.endswith("weight_scale_inv")}
-        came = set(map(checkpoint_name, self.weight_transfer_engine.sums))
+        config = self.model_config
+        beyond = (f"{prefix(config)}layers.{config.hf_text_config.num_hidden_layers}.", "model.visual.")
+        wanted = {n for n in tensor_files(config.model) if not n.startswith(beyond) and not n.endswith("weight_scale_inv")}
+        came = {checkpoint_name(key, config) for key in self.weight_transfer_engine.sums}
         for what, names in (("never arrived", wanted - came), ("are not the checkpoint's", came - wanted)):
             if names:
                 raise Stop(f"version {version}: {len(names)} tensors {what}: {', '.join(sorted(names)[:3])}")

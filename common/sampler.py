@@ -28,7 +28,8 @@ class SamplerEngine:
         import torch
 
         from common import hf_config, vllm_cpu
-        self.hf = hf_config.read_config(model)               # constants that vLLM would silently take from its own defaults
+        config = hf_config.read_config(model)                # constants that vLLM would silently take from its own defaults
+        self.hf, flash = config.get_text_config(), config.model_type.startswith("glm5_next")
         self.cuda = cuda = torch.cuda.is_available()
         if cuda:
             # a forked process cannot use CUDA once its parent has only looked whether there is any
@@ -53,10 +54,15 @@ class SamplerEngine:
             # "auto" would choose an fp8 cache for this model on Blackwell, without a word
             args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=not apart,
                          kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
+            if flash:
+                # no image or video will come, so the vision tower is not loaded
+                args |= dict(worker_cls="common.vllm_flash.Worker", limit_mm_per_prompt={"image": 0, "video": 0})
         else:
             if tp != 1:
                 raise Stop(f"the CPU sampler runs on one process, --sampler-tp is {tp}")
             args |= vllm_cpu.engine_args(dtype)
+            if flash:
+                args |= dict(enable_prefix_caching=False)    # see common/vllm_cpu/worker.py
         if replay:
             # vLLM keeps routes beside its prefix cache and needs it; the CPU worker sees tokens that run, so none may be cached
             args |= dict(enable_return_routed_experts=True) if cuda else dict(enable_prefix_caching=False)
@@ -205,7 +211,7 @@ def stop_tokens(llm):
     which vLLM heeds too."""
     config = llm.model_config
     found = set()
-    for ids in (getattr(config.hf_config, "eos_token_id", None), config.try_get_generation_config().get("eos_token_id"),
+    for ids in (config.hf_text_config.eos_token_id, config.try_get_generation_config().get("eos_token_id"),
                 llm.get_tokenizer().eos_token_id):
         found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
     return found

