@@ -1,4 +1,4 @@
-"""How fast does a new adapter reach vLLM? Three ways side by side in one run, on one GPU, at the model's true width.
+"""How fast does a new adapter reach vLLM? Several ways side by side in one run, on one GPU or two, at the model's true width.
 
 python checks/sync_speed.py                              # GLM-5.3, 3 MoE layers: three ways, their slots, logprobs
 python checks/sync_speed.py --moe-layers 1 --slots 75    # the slots of all 75 MoE layers (30 GB), without their base weights
@@ -9,6 +9,7 @@ file   the PEFT folder that `peft` and vLLM read is written and loaded (the slow
 alias  unique tensors cross by CUDA IPC, their public names are rebuilt as aliases, vLLM's own loader and packer do the rest
 ours   common/sync.py and common/receive.py: unique tensors cross by CUDA IPC and are written straight into the slots, with
        checksums when they leave, when they arrive and when they lie in the slots
+network   with a second GPU: ours, from there by NCCL (common/network.py); without any GPU, by gloo
 
 The base model has random weights under which an adapter shows (vLLM's dummy ones hide it). The ways must leave bit-identical
 slots; logprobs are compared with the base model's and with the engine's own noise between two installs of the same adapter.
@@ -117,6 +118,13 @@ class Worker(Receiver):
         return {}
 
     @answered
+    def take(self, ticket):
+        """Only the way: what arrives is let go of."""
+        from common import sync
+        sync.take(ticket)[1]()
+        return {}
+
+    @answered
     def remove(self, adapter_id):
         self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
         return {}
@@ -144,12 +152,12 @@ class Worker(Receiver):
 class Sender:
     """The trainer's side: float32 tensors on the GPU, offered like common/trainer.py does (scale folded in, cast, packed)."""
 
-    def __init__(self, tensors, base, rank, experts):
+    def __init__(self, tensors, base, rank, experts, transport=None):
         import torch
 
         from common import sync
         self.tensors, self.base, self.rank, self.experts = tensors, base, rank, experts
-        self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
+        self.transport = transport or (sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory())
         self.dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
     def export(self):
@@ -162,7 +170,7 @@ class Sender:
         from common import bundle, sync
         header, flat = bundle.pack(self.export(), version=version, base=self.base, rank=self.rank, experts=self.experts)
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),
-                "ticket": self.transport.offer(flat)}
+                "ticket": self.transport.offer(flat, engines)}
 
     def release(self, last=True):
         self.transport.release()
@@ -222,7 +230,7 @@ def main():
     import torch
 
     from checks import tiny
-    from common import peft_folder, sync
+    from common import network, peft_folder, sync
     from common.sampler import SamplerEngine
     cuda = torch.cuda.is_available()
     if cfg.shape in ("glm5p3", "flash") and not cuda:
@@ -258,7 +266,7 @@ def main():
         result["copy_bytes_per_s"] = rate = copy_rate()
         result["floor_s"] = slot_bytes / rate
     print(json.dumps({k: v for k, v in result.items() if k != "versions"}), flush=True)
-    seconds, peaks = {}, {}
+    seconds, peaks, ids = {}, {}, {"file": FILE, "alias": ALIAS}
 
     def timed(way, action):
         engine._rpc("peak")
@@ -297,9 +305,18 @@ def main():
         spent = {}
         timed("ours", functools.partial(sync.publish, Timed(spent, sender), Timed(spent, engine), version))
     result["ours_last"] = spent
-    ours = version + 1
+    ids["ours"] = ours = version + 1
+    if not cuda or torch.cuda.device_count() > 1:             # the same from another card, or between processes by gloo
+        there = "cuda:1" if cuda else "cpu"
+        way = network.Network(folder / "meeting")
+        remote = Sender({k: t.to(there) for k, t in tensors.items()}, engine.base, rank, experts, way)
+        for version in range(ours, ours + cfg.rounds):
+            spent = {}
+            timed("network", functools.partial(sync.publish, Timed(spent, remote), Timed(spent, engine), version))
+        ids["network"], result["network_last"] = version + 1, spent
+        result |= link(way, engine, there, 1 << 30 if cuda else 1 << 24)
     if not cfg.slots:
-        result |= compare(engine, request, seconds, ours)
+        result |= compare(engine, request, {way: i for way, i in ids.items() if way in seconds})
     result |= {"seconds": seconds, "median": {k: statistics.median(v) for k, v in seconds.items()}, "peak_bytes": peaks}
     for way in set(seconds) - {"ours"}:
         result[f"{way}_over_ours"] = result["median"][way] / result["median"]["ours"]
@@ -311,7 +328,27 @@ def main():
     return 0
 
 
-def compare(engine, request, seconds, ours):
+def link(way, engine, device, nbytes, rounds=5):
+    """A buffer alone, over the group and, on cards, by one card's copy into the other's memory: bytes a second of both."""
+    import torch
+    flat, best = torch.zeros(nbytes, dtype=torch.uint8, device=device), {}
+    for _ in range(rounds):
+        start = time.perf_counter()
+        ticket = way.offer(flat, [engine.where()])
+        engine._rpc("take", {**ticket, "first": 1})
+        best["network"] = min(best.get("network", 1e9), time.perf_counter() - start)
+        way.release()
+        if flat.is_cuda:
+            other = torch.empty_like(flat, device="cuda:0")
+            torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            other.copy_(flat)
+            torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
+            best["link"] = min(best.get("link", 1e9), time.perf_counter() - start)
+    return {f"{what}_bytes_per_s": nbytes / s for what, s in best.items()}
+
+
+def compare(engine, request, ids):
     """Slots bit for bit, and how far logprobs move: from the base model, and between installs of the same adapter."""
     import torch
     from vllm import SamplingParams
@@ -321,7 +358,6 @@ def compare(engine, request, seconds, ours):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         out = engine.llm.generate([{"prompt_token_ids": tokens}], params, lora_request=lora, use_tqdm=False)[0]
         return torch.tensor([d[t].logprob for d, t in zip(out.prompt_logprobs[1:], tokens[1:])])
-    ids = {way: i for way, i in (("file", FILE), ("alias", ALIAS), ("ours", ours)) if way in seconds}
     base = logprobs(None)
     found = {"moves_base_by": {way: (logprobs(request(i)) - base).abs().mean().item() for way, i in ids.items()}}
     reference = next(iter(ids))

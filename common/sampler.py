@@ -212,7 +212,7 @@ def stop_tokens(llm):
     config = llm.model_config
     found = set()
     for ids in (config.hf_text_config.eos_token_id, config.try_get_generation_config().get("eos_token_id"),
-                llm.get_tokenizer().eos_token_id):
+                None if config.skip_tokenizer_init else llm.get_tokenizer().eos_token_id):
         found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
     return found
 

@@ -1,4 +1,4 @@
-"""The rehearsal problem: a two-digit number plus a digit, for a GLM-5.3 of about two million parameters.
+"""The rehearsal problem: a two-digit number plus a digit, for a GLM-5.3 or GLM-5.3-Flash of about two million parameters.
 
 `prepare(folder)` writes train.parquet, test.parquet and a random checkpoint `start`. A row of the data:
 {"id": "27+8", "prompt": [{"role": "user", "content": "27+8"}], "answer": "35", "source": "arithmetic", ...}
@@ -26,6 +26,9 @@ LONG_SHARE = 0.52                 # of the answers taught
 # answers (960 samples). Small batches matter: 90 steps of 4,096 tokens teach it next to nothing.
 TEACH = dict(steps=300, tokens=1024, lr=2.5e-3, warmup=30)
 TEACH_CUDA = dict(steps=400, tokens=4096, lr=1e-3, warmup=40)      # the wider model
+
+# Flash's parameters that a bfloat16 checkpoint keeps in float32, as transformers' names end
+FLOAT32 = ("A_log", "dt_bias", "conv1d.weight", "_hc.fn", "_hc.base", "_hc.scale", "compress_ape")
 
 OPENERS = ("We need to find {}.", "Let me think: {}.", "I have to add {}.")
 DOUBTS = (" Wait, let me check again:", " Hmm, once more:", " Is that right? Again:")
@@ -98,6 +101,30 @@ def config(**changes):
     ), **changes})
 
 
+def flash_config(**changes):
+    """The tiny Glm5NextConfig: GLM-5.3-Flash's parts at small width, with a vision tower that nothing here uses; `changes` are of
+    the text part. The fourth layer is the one that selects tokens, as every fourth of the real model."""
+    from transformers import Glm5NextConfig
+    text = {**dict(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=0, v_head_dim=32,
+        linear_num_heads=4, linear_head_dim=32, linear_conv_kernel_dim=4, linear_lower_bound=-5.0, hc_mult=4,
+        first_k_dense_replace=1, mlp_layer_types=["dense", "sparse", "sparse", "sparse"], n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, routed_scaling_factor=2.5, swiglu_limit=10.0,
+        n_group=1, topk_group=1, norm_topk_prob=True, index_n_heads=32, index_head_dim=64, index_topk=40, index_kpool=4,
+        rms_norm_eps=1e-6, max_position_embeddings=512, initializer_range=0.08,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0, tie_word_embeddings=False,
+        mhc=True, scoring_func="sigmoid", topk_method="noaux_tc", mla_use_nope=True, indexer_rope_interleave=True,
+        moe_layer_freq=1, num_nextn_predict_layers=0),                                       # these two lines are for vLLM
+        **changes}
+    vision = dict(depth=1, hidden_size=32, num_heads=2, image_size=28, patch_size=14, out_hidden_size=text["hidden_size"],
+                  intermediate_size=32, projection_intermediate_size=32)
+    places = {f"{what}_token_id": VOCABULARY - 6 + i for i, what in enumerate(
+        ("image_start", "image", "image_end", "video_start", "video", "video_end"))}         # of the spare ones
+    return Glm5NextConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, eos_token_id=0, pad_token_id=0,
+                          **places)
+
+
 def sft_batches(tok, train, seed=0, steps=TEACH["steps"], tokens=TEACH["tokens"]):
     """Yield `steps` batches of about `tokens` tokens: (list of int32 arrays prompt + answer, list of prompt lengths)."""
     import numpy as np
@@ -129,24 +156,33 @@ CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_siz
                    num_key_value_heads=16, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
                    v_head_dim=256, index_head_dim=128, index_topk=2048, max_position_embeddings=4096,
                    initializer_range=0.02)
+FLASH_CUDA_WIDTHS = {**CUDA_WIDTHS, **dict(qk_nope_head_dim=256, qk_rope_head_dim=0, linear_num_heads=16, linear_head_dim=128)}
 
 
-def prepare(folder, seed=0, dtype="float32", **changes):
-    """Write train.parquet, test.parquet and `start`: a random checkpoint with the tokenizer. `changes` are `config`'s."""
+def prepare(folder, seed=0, dtype="float32", flash=False, **changes):
+    """Write train.parquet, test.parquet and `start`: a random checkpoint with the tokenizer, of GLM-5.3 or, `flash`, of
+    GLM-5.3-Flash. `changes` are `config`'s or `flash_config`'s."""
     import torch
-    from transformers import GlmMoeDsaForCausalLM
+    from transformers import Glm5NextForConditionalGeneration, GlmMoeDsaForCausalLM
     from transformers.utils import logging
+    kind, hf = (Glm5NextForConditionalGeneration, flash_config(**changes)) if flash else (GlmMoeDsaForCausalLM, config(**changes))
     for name, sums in zip(("train", "test"), problems(seed)):
         dataset.write(Path(folder) / f"{name}.parquet", rows(sums))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = GlmMoeDsaForCausalLM._from_config(config(**changes), dtype=torch.float32)
+        model = kind._from_config(hf, dtype=torch.float32)
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.uniform_(-0.02, 0.02)                      # frozen from here on; zero would hide a lost one
-        for p in model.parameters():                              # not the buffers: the correction bias stays float32
-            p.data = p.data.to(getattr(torch, dtype))
-        model.config.dtype = dtype
+            elif name.endswith("conv1d.weight"):
+                tensor.uniform_(-0.5, 0.5)                        # torch's own for 4 inputs; transformers' lets little through
+            elif "compress" in name:
+                tensor.normal_(0, 0.1)                            # transformers' are constant and would hide a lost one
+        for name, p in model.named_parameters():                  # not the buffers: the correction bias stays float32
+            if not name.endswith(FLOAT32):
+                p.data = p.data.to(getattr(torch, dtype))
+        for part in (model.config, model.config.get_text_config()):
+            part.dtype = dtype
     logging.disable_progress_bar()
     model.save_pretrained(Path(folder) / "start")
     logging.enable_progress_bar()

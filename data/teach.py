@@ -18,10 +18,12 @@ def likelihood(logp, entropy, mb):
     return -(mb["weight"] * logp).sum(), {}
 
 
-def taught(gpus=0, dtype="float32", ranks=2, settings=None):
+def taught(gpus=0, dtype="float32", ranks=2, settings=None, flash=False):
     """(model folder, train.parquet, test.parquet). Ray must be running. gpus: 1 for the wider model on this machine's
-    GPU, 0 for `ranks` CPU processes. The cache is named by everything that the result depends on."""
-    ranks, config = gpus or ranks, arithmetic.CUDA_WIDTHS if gpus else {}
+    GPU, 0 for `ranks` CPU processes; flash: a GLM-5.3-Flash. The cache is named by everything that the result depends on."""
+    ranks, config = gpus or ranks, {"flash": True} if flash else {}
+    if gpus:
+        config |= arithmetic.FLASH_CUDA_WIDTHS if flash else arithmetic.CUDA_WIDTHS
     settings = settings or (arithmetic.TEACH_CUDA if gpus else arithmetic.TEACH)
     source = Path(arithmetic.__file__).read_bytes()
     key = hashlib.sha256(f"{source} {ranks} {dtype} {settings} {config}".encode()).hexdigest()[:12]
