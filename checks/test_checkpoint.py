@@ -86,6 +86,19 @@ def test_damage_is_found_and_the_next_older_one_named_not_taken(trainer, tmp_pat
     assert steps(tmp_path)[-1] == "step-4" and Rank(1).restore(tmp_path / "checkpoints" / "step-3") == 7
 
 
+def test_one_that_lost_its_state_or_was_renamed_is_none_and_written_anew(trainer, tmp_path):
+    """`mv step-4 step-4.bad` takes it out of the way as deleting it does; what has no state.json does not stop its step."""
+    folder = tmp_path / "checkpoints"
+    os.rename(folder / "step-4", folder / "step-4.bad")
+    assert steps(tmp_path) == ["step-2", "step-3"]
+    (folder / "step-3" / "state.json").unlink()
+    assert steps(tmp_path) == ["step-2"]
+    checkpoint.write(folder, 3, trainer, {"version": 6}, keep=3)
+    assert steps(tmp_path) == ["step-2", "step-3"] and checkpoint.read_state(folder / "step-3") == {"step": 3, "version": 6}
+    assert sorted(os.listdir(folder)) == ["step-2", "step-3", "step-4.bad"]
+    assert [Rank(i).restore(folder / "step-3") for i in (0, 1)] == [7, 7]
+
+
 def test_damage_of_the_only_one(trainer, tmp_path):
     only = tmp_path / "other" / "step-9"
     checkpoint.write(only.parent, 9, trainer, {}, keep=1)

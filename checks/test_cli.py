@@ -89,6 +89,8 @@ def test_presets_come_before_explicit_flags():
     (["--group-size"], "--group-size needs a value of type int"),
     (["--group-size", "--check"], "--group-size needs a value of type int"),
     (["--lr", "fast"], "--lr: 'fast' is not of type float"),
+    (["--lr", "nan"], "--lr: 'nan' is not a finite number"),
+    (["--betas", "0.9,1e400"], "--betas: '1e400' is not a finite number"),
     (["--layers", "1,b"], "--layers: 'b' is not of type int"),
     (["--betas", "0.9"], "--betas: '0.9' is not of type tuple[float, float]"),
     (["--check=maybe"], "--check: 'maybe' is not of type bool"),
@@ -207,6 +209,25 @@ def test_resume_refuses_another_config(tmp_path, recipe):
         start(tmp_path, resume=True, lr=0.5, rank=8)
     resumed = start(tmp_path, resume=True, steps=40)
     assert json.loads((resumed.folder / "config.json").read_text())["steps"] == 40
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_the_name_free(tmp_path, recipe, monkeypatch):
+    def full(source, folder, **_):
+        raise OSError(28, "No space left on device", str(source), None, str(folder))
+    monkeypatch.setattr(cli.shutil, "copyfile", full)
+    with pytest.raises(OSError) as error:
+        start(tmp_path)
+    assert not list((tmp_path / "runs").iterdir())
+    assert cli._sentence(error.value) == (f"{tmp_path}/runs/a/recipe.py cannot be written: No space left on device", 1)
+
+
+@pytest.mark.parametrize("file", ["config.json", "versions.json"])
+def test_resume_of_a_damaged_folder_is_one_sentence(tmp_path, recipe, file):
+    path = start(tmp_path).folder / file
+    path.write_text('{"steps": 3, "lr')
+    with pytest.raises(Stop, match=f"runs/a/{file} is damaged, it is not JSON: Unterminated string"):
+        start(tmp_path, resume=True)
+    assert path.read_text() == '{"steps": 3, "lr'
 
 
 def test_resume_keeps_both_sources(tmp_path, recipe):

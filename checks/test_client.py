@@ -1,5 +1,5 @@
-"""A client of its own: the adapter that a run leaves, served by vLLM's OpenAI server or loaded by peft, answers as the
-trainer does."""
+"""Clients of their own: the adapter that a run leaves, served by vLLM's OpenAI server or loaded by peft, and the whole model,
+loaded by transformers, answer as the trainer does."""
 import json
 import os
 import socket
@@ -98,16 +98,44 @@ def test_the_server_answers_as_the_trainer_does(left, ask):
             assert gap.mean() > 100 * EXACT, "without the adapter it must be another model"
 
 
+def largest_gap(model, mine, tokens):
+    """Between a transformers model's and the trainer's log-probabilities of all tokens but the first."""
+    gaps = []
+    for t, logp in zip(tokens, mine):
+        ids = torch.tensor(t[None].astype(np.int64))
+        with torch.no_grad():
+            theirs = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        gaps.append(np.abs(theirs.numpy() - logp).max())
+    return max(gaps)
+
+
+TOKENS = [np.random.default_rng(7).integers(9, arithmetic.VOCABULARY, n).astype(np.int32) for n in (9, 80)]
+
+
 def test_peft_answers_as_the_trainer_does(left):
     import peft
     from transformers import AutoModelForCausalLM
     trainer, path = left
     base = AutoModelForCausalLM.from_pretrained(path / "start", dtype=torch.float32, attn_implementation="eager")
     model = peft.PeftModel.from_pretrained(base, path / "adapter").eval()
-    tokens = [np.random.default_rng(7).integers(9, arithmetic.VOCABULARY, n).astype(np.int32) for n in (9, 80)]
-    mine = merge([trainer.logprobs({"tokens": tokens, "n_prompt": [1, 1]})], 2)
-    for t, logp in zip(tokens, mine):
-        ids = torch.tensor(t[None].astype(np.int64))
-        with torch.no_grad():
-            theirs = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-        assert np.abs(theirs.numpy() - logp).max() < EXACT
+    mine = merge([trainer.logprobs({"tokens": TOKENS, "n_prompt": [1, 1]})], 2)
+    assert largest_gap(model, mine, TOKENS) < EXACT
+
+
+def test_transformers_loads_the_whole_model_and_answers_as_the_trainer_does(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    mpu.destroy_model_parallel()
+    arithmetic.prepare(tmp_path)
+    trainer = TrainerRank(0, 1, tmp_path / "start")
+    trainer.load(tmp_path / "rendezvous")
+    before = merge([trainer.logprobs({"tokens": TOKENS, "n_prompt": [1, 1]})], 2)
+    trainer.perturb(0.3)
+    trainer.save_model(tmp_path / "model")
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager",
+                                                       output_loading_info=True)
+    assert not any(told.values()), told                       # nothing missing, unexpected or misshapen
+    mine = merge([trainer.logprobs({"tokens": TOKENS, "n_prompt": [1, 1]})], 2)
+    assert largest_gap(model.eval(), mine, TOKENS) < EXACT
+    assert largest_gap(model, before, TOKENS) > 100 * EXACT, "it must be the changed model"
+    new, old = (AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("model", "start"))
+    assert new == old and len(new) > 10

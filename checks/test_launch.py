@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from common import preflight
+from common.cli import Stop
 from recipes.launch.wait_nodes import wrong
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,12 +130,27 @@ def test_slurm_job_resumes_only_itself(job):
 
 
 @pytest.mark.slow
-def test_slurm_names_missing_host(job):
+@pytest.mark.parametrize("env, sentence", [({"FAKE_DOWN": "n2"}, "1 of 2 hosts are missing: n2"),
+                                           ({"GPUS": "9"}, "localhost has 8 GPUs, not 9; n2 has 8 GPUs, not 9")])
+def test_slurm_names_missing_host_and_missing_gpus(job, env, sentence):
     start = time.time()
-    lost = job(WAIT_S="25", FAKE_DOWN="n2")
+    lost = job(WAIT_S="25", **env)
     assert lost.wait(120) == 1
-    assert "the Ray cluster is not complete: 1 of 2 hosts are missing: n2" in lost.log.read_text()
+    assert f"the Ray cluster is not complete: {sentence}\n" in lost.log.read_text()
     assert time.time() - start < 90 and not (job.folder / "runs").exists()
+
+
+def test_a_head_that_never_answers_is_said(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))                               # bound, but nobody listens
+        env = {**os.environ, "NODE": "localhost", "HOSTS": "localhost n2", "GPUS": "8", "NAME": "a", "JOB": "1", "WAIT_S": "2",
+               "PORT": str(s.getsockname()[1]), "PYTHON": str(tmp_path / "python")}
+        done = subprocess.run(["bash", LAUNCH / "node.sh", "x.py"], cwd=tmp_path, env=env, capture_output=True, text=True,
+                              timeout=40)
+    assert done.returncode == 1 and not (tmp_path / "runs").exists()
+    assert done.stderr.splitlines()[-1] == f"localhost: Ray's head did not answer at localhost:{env['PORT']} within 2 s"
 
 
 def test_slurm_refuses_another_folder(tmp_path):
@@ -209,6 +225,17 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     found = preflight.amounts(tmp_path)
     assert found["gpus"] == [CARD, ("NVIDIA B300", "580.1", 267 << 30, 5 << 20)]
     assert 0 < found["host memory"] < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") and found["room in runs/"] > 0
+
+
+def test_a_resumed_run_must_find_its_model_and_data(tmp_path):
+    files, here = ["train.parquet", "eval.parquet"], {"model m": "11", "train.parquet": "22", "eval.parquet": "33", "torch": "2"}
+    for now in (here, here, {**here, "torch": "3"}):
+        preflight.unchanged(tmp_path, "m", files, now)
+    assert json.loads((tmp_path / "inputs.json").read_text()) == {"model": "11", "data": ["22", "33"]}
+    with pytest.raises(Stop) as stop:
+        preflight.unchanged(tmp_path, "m", files, {**here, "model m": "12", "eval.parquet": "34"})
+    assert str(stop.value) == f"{tmp_path} was started with other content in m (fingerprint 11, now 12), eval.parquet " \
+                              "(fingerprint 33, now 34): put that back or use another --name"
 
 
 DRIVER = """

@@ -14,7 +14,8 @@ from common.memory import GIB
 from common.size import FLASH, GLM5P3
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE, MEMORY = ROOT / "recipes" / "dapo_glm5p3_lora.py", ROOT / "checks" / "plan_memory.py"
+MEMORY = ROOT / "checks" / "plan_memory.py"
+RECIPES = ("dapo_glm5p3_lora", "gsm8k_glm5p3_lora", "dapo_glm5p3_fullft")
 TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = (*TARGETS, "kv_b_proj")
 H200, B200, B300 = 139 * GIB, 178 * GIB, 267 * GIB
@@ -158,7 +159,7 @@ def test_peak_of_the_published_full_fine_tuning():
     all_off, masters = (memory.trainer(GLM5P3, **layout, offload=o) for o in ("all", "masters"))
     assert near(sum(all_off.values()) / GIB, 117, 7) and not near(sum(all_off.values()) / GIB, 117)
     assert near(sum(masters.values()) / GIB, 157)
-    # float32 masters "about 50 GiB": 43.9 GiB, 47.2 GB
+    # float32 masters "about 50 GiB": 43.9 GiB, 47.1 GB
     assert round(masters["optimizer"] / GIB, 1) == 43.9 and not near(masters["optimizer"] / 1e9, 50)
     on_gpu = memory.trainer(GLM5P3, **layout)
     assert "takes 241 GiB a GPU of 178 that it may take: optimizer 132" in memory.too_large("an update", on_gpu, B200)
@@ -187,6 +188,39 @@ def test_peak_of_a_merged_sync():
     update = memory.trainer(GLM5P3, tp=8, ep=64, dp=8, lora=dict(rank=64, targets=ALL, experts="shared"), tokens=8192,
                             longest=4608, recompute="selective", chunk=1024)
     assert memory.too_large("an update", update, room) is None
+
+
+def test_the_page_says_what_the_formulas_say():
+    """results/README.md, computed anew: each row's numbers as they stand there."""
+    page = (ROOT / "results" / "README.md").read_text()
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in page.splitlines() if line.count(" | ") == 3}
+    routed, unique = size.on_gpu(GLM5P3, 8, 64)[1], size.adapter(GLM5P3, 32, ALL, "shared")
+    layout = dict(tp=8, ep=64, dp=8, tokens=8192, longest=10240, recompute="selective", chunk=1024)
+    host, masters = (memory.trainer(GLM5P3, **layout, offload=o) for o in ("all", "masters"))
+    merged = [memory.merged_sync(GLM5P3, tp=8, ep=64, sampler_tp=8, fp8=True, captured=n, adapter=a)
+              for n, a in ((256, 0), (512, 0.22e9))]
+    cut = dict(GLM5P3, first_k_dense_replace=1)
+    micro = dict(tp=1, ep=1, tokens=16384, longest=8192)
+    peaks = [peak(memory.trainer(dict(cut, num_hidden_layers=3), lora=dict(rank=32, targets=TARGETS, experts="shared"), **micro)),
+             peak(memory.trainer(dict(cut, num_hidden_layers=2, n_routed_experts=32), **micro))]
+    bare = sum(v for k, v in merged[0].items() if k not in ("CUDA graphs", "context"))
+    bf16, fp8, four = (memory.sampler_weights(GLM5P3, tp, fp8=f) / GIB for tp, f in ((8, False), (8, True), (4, True)))
+    for start, said in (
+            ("GLM-5.3 with its MTP layer", f"{sum(size.parameters(GLM5P3, mtp=True).values()) / 1e9:.1f}B; "
+                                           f"{sum(size.parameters(FLASH).values()) / 1e9:.1f}B"),
+            ("sampler at TP 8", f"{bf16:.1f}; {fp8:.1f} GiB"), ("FP8 sampler at TP 4", f"{four:.1f} GiB"),
+            ("full fine-tuning, EP 64", f"{2 * routed / 1e9:.1f}; {4 * routed / 1e9:.1f} GB = {2 * routed / GIB:.1f}; "
+                                        f"{4 * routed / GIB:.1f} GiB"),
+            ("full fine-tuning, peak of a GPU", f"{sum(host.values()) / GIB:.0f} GiB"),
+            ("the same, float32 masters", f"{sum(masters.values()) / GIB:.0f} GiB"),
+            ("of it the masters", f"{masters['optimizer'] / GIB:.1f} GiB = {masters['optimizer'] / 1e9:.1f} GB"),
+            ("merged sync, full fine-tuning", f"{bare / GIB:.0f}; {sum(merged[0].values()) / GIB:.0f} GiB"),
+            ("merged sync, rank 64", f"{sum(merged[1].values()) / GIB:.0f} GiB"),
+            ("one MoE layer", f"{merged[0]['a layer in reload'] / GIB:.1f} GiB"),
+            ("adapter of rank 32", f"{2 * unique[1] / 1e9:.2f}; {2 * unique[0] / 1e9:.3f} GB"),
+            ("peak of an update on an H200", f"{peaks[0] / 1e9:.1f}; {peaks[1] / 1e9:.1f} GB")):
+        found = [computed for what, computed in rows.items() if what.startswith(start)]
+        assert len(found) == 1 and found[0].startswith(said), (start, said, found)
 
 
 @pytest.mark.parametrize("args", [(), ("--mode", "full")])
@@ -287,28 +321,32 @@ def test_rates_give_back_the_published_step():
 # -- the plan as its user meets it -----------------------------------------------------------------------------------
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "U8", "shape": [10], "data_offsets": [0, 10]}}).encode()
+SHARD = len(HEADER).to_bytes(8, "little") + HEADER + b"0123456789"
 
 
 @pytest.fixture
 def prepared(tmp_path):
-    """A folder in which the published run's plan finds its data and model: the files are there, their tensors are not."""
+    """A folder in which the published runs' plans find data, model and packages: the files are there, what they hold is not."""
     model = tmp_path / "zai-org" / "GLM-5.3-BF16"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(GLM5P3))
     (model / "model.safetensors.index.json").write_text(json.dumps(
         {"metadata": {"total_size": 20}, "weight_map": {f"tensor.{i}": shard for i, shard in enumerate(SHARDS)}}))
     for file in SHARDS:
-        (model / file).write_bytes(b"0123456789")
+        (model / file).write_bytes(SHARD)
     (tmp_path / "data").mkdir()
-    for name in ("dapo_math", "aime_2024"):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    for name in ("dapo_math", "aime_2024", "gsm8k_train", "gsm8k_test"):
         (tmp_path / "data" / f"{name}.parquet").touch()
     return tmp_path
 
 
-def plan(cwd, *args, address="auto"):
-    """(exit code, lines) of the recipe's plan; without torch and in less than two seconds of a core."""
-    code = f"import sys, time; sys.argv = ['x', '--plan', *{args!r}]; sys.path.insert(0, {str(ROOT)!r})\n" \
-           "from recipes import dapo_glm5p3_lora as r\ncode = r.main()\n" \
+def plan(cwd, *args, address="auto", recipe="dapo_glm5p3_lora"):
+    """(exit code, lines) of a recipe's plan; without torch and in less than two seconds of a core."""
+    code = f"import sys, time; sys.argv = ['x', '--plan', *{args!r}]; sys.path[:0] = [{str(ROOT)!r}, {str(cwd)!r}]\n" \
+           f"from recipes import {recipe} as r\ncode = r.main()\n" \
            "assert not {'torch', 'vllm', 'ray', 'transformers', 'megatron', 'numpy'} & set(sys.modules)\n" \
            "assert time.process_time() < 2\nsys.exit(code)"
     found = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, env={"RAY_ADDRESS": address})
@@ -348,7 +386,61 @@ def test_the_published_layout_fits_no_smaller_card(prepared, memory, update, sam
     assert f"problem: the sampler takes 193 GiB a GPU of {sampler} that it may take: weights 176, adapter slots 8" in lines[-2]
 
 
+CARDS = {"B300": "267", "B200": "178", "H200": "139"}
+
+
+@pytest.mark.parametrize("recipe, card, refused", [
+    ("dapo_glm5p3_lora", "B300", []), ("dapo_glm5p3_lora", "B200", ["an update takes 195", "the sampler takes 193"]),
+    ("gsm8k_glm5p3_lora", "B300", []), ("gsm8k_glm5p3_lora", "B200", []),
+    ("gsm8k_glm5p3_lora", "H200", ["a publish takes 135 GiB a GPU of 132 that it may take: weights 88, a layer in reload 18"]),
+    ("dapo_glm5p3_fullft", "B300", []), ("dapo_glm5p3_fullft", "B200", []),
+    ("dapo_glm5p3_fullft", "H200", ["the sampler takes 109 GiB a GPU of 104 that it may take: weights 88, CUDA graphs 14"])])
+def test_a_published_layout_fits_its_card_and_not_the_next_smaller_one(prepared, recipe, card, refused):
+    code, lines = plan(prepared, "--gpu-memory-gib", CARDS[card], recipe=recipe)
+    said = [line for line in lines if line.startswith("problem: ")]
+    assert len(said) == len(refused) and all(line.startswith(f"problem: {part}") for line, part in zip(said, refused)), said
+    assert (code, lines[-1]) == ((2, f"plan: {len(said)} problem{'s' * (len(said) > 1)}") if refused else (0, "plan: OK"))
+
+
+def test_four_gpus_do_not_hold_the_fp8_sampler_and_rank_256_does_not_pass_a_publish(prepared):
+    """Published: TP 4 peaked at 173 of 178 GiB and failed; of the shared adapters rank 64 ran and 256 failed."""
+    four = "--nodes 16 --gpus-per-node 4 --sampler-tp 4 --tp 4 --gpu-memory-utilization 0.95".split()
+    for args, sentence in ((four, "the sampler takes 185 GiB a GPU of 169 that it may take: weights 175, CUDA graphs 5, "),
+                           (["--lora-rank", "256"], "a publish takes 173 GiB a GPU of 169 that it may take: weights 88, ")):
+        code, lines = plan(prepared, *args, recipe="gsm8k_glm5p3_lora")
+        assert (code, lines[-1]) == (2, "plan: 1 problem") and lines[-2].startswith(f"problem: {sentence}"), lines[-2:]
+    assert row(plan(prepared, *four, recipe="gsm8k_glm5p3_lora")[1], "KV cache") == "0 tokens, 0.0 answers of full length"
+
+
+@pytest.mark.parametrize("recipe, nodes", [("gsm8k_glm5p3_lora", 4), ("dapo_glm5p3_fullft", 7)])
+def test_experts_over_64_gpus_take_eight_nodes(prepared, recipe, nodes):
+    code, lines = plan(prepared, "--nodes", str(nodes), recipe=recipe)
+    assert code == 2 and lines[-2] == f"problem: {8 * nodes} ranks of a pipeline stage do not divide into EP 64"
+
+
+def test_an_answer_is_not_planned_longer_than_its_cap(prepared):
+    """256 answers on 8 x 64 places are one round of 4,096 tokens at 11/s; 256 x 4,246 / 64 tokens at 345/s and 71/s."""
+    _, lines = plan(prepared, recipe="gsm8k_glm5p3_lora")
+    assert row(lines, "minutes a step").startswith("about 13 = sample 6.2 + score 0.8 + update 4.0 + move 0.2 + publish 1.7, ")
+    assert row(lines, "minutes a step").endswith("with 4,096 tokens an answer and published rates")
+    assert row(plan(prepared, recipe="dapo_glm5p3_fullft")[1], "disk") == "no checkpoints, 1,487 GB for the final model"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("args, sentence", [
+    (["--gpu-price", "-3"], "gpu_price is -3.0, but must not be negative"),
+    (["--engine-restarts", "-1"], "engine_restarts is -1, but must not be negative"),
+    (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization is 1.5, but must be at most 1"),
+    (["--gpu-memory-utilization", "0"], "gpu_memory_utilization is 0.0, but must be more than 0"),
+    (["--eval-top-p", "0"], "eval_top_p is 0.0, but must be more than 0"),
+    (["--betas", "0.9,1"], "betas is (0.9, 1.0), but both must be from 0 to below 1")])
+def test_values_that_would_end_the_run_hours_later(prepared, recipe, args, sentence):
+    code, lines = plan(prepared, *args, recipe=recipe)
+    assert (code, lines[-2:]) == (2, [f"problem: {sentence}", "plan: 1 problem"])
+
+
+@pytest.mark.parametrize("args, sentence", [
+    (["--lora-targets", ""], "lora_targets is empty: an adapter needs a layer to adapt"),
     (["--recompute", "none"], "an update takes 339 GiB a GPU of 254 that it may take: weights 176, activations 122"),
     (["--lora-rank", "256"], "the sampler takes 246 GiB a GPU of 214 that it may take: weights 176, adapter slots 61"),
     (["--gpu-memory-utilization", "0.99"],
@@ -367,8 +459,12 @@ def test_what_does_not_fit_is_named(prepared, args, sentence):
 
 @pytest.mark.parametrize("case, sentence", [
     ("a lost file", f"lacks 1 of the 2 files that model.safetensors.index.json names: {SHARDS[1]}"),
-    ("a cut file", "holds 19 of the 20 bytes that model.safetensors.index.json promises"),
+    ("a cut file", f"{SHARDS[0]} has {len(SHARD) - 1} bytes of the {len(SHARD)} that its header promises"),
+    ("a cut header", f"{SHARDS[0]} has 40 bytes of the {8 + len(HEADER)} that its header promises"),
+    ("two cut files", f"{SHARDS[0]} has 0 bytes of the 8 that its header promises, and 1 more files of the 2 are not whole"),
+    ("another file", f"{SHARDS[1]} is no safetensors file"),
     ("a broken index", "is not an index of safetensors files"),
+    ("an empty index", "is not an index of safetensors files"),
     ("no index", "has neither model.safetensors.index.json nor model.safetensors"),
     ("a lost key", "config.json has no 'q_lora_rank', which the sizes are counted from"),
     ("FP8", "is a quantized checkpoint (config.json has quantization_config): give the bfloat16 one"),
@@ -381,9 +477,18 @@ def test_missing_files_are_named(prepared, case, sentence):
         case "a lost file":
             (model / SHARDS[1]).unlink()
         case "a cut file":
-            (model / SHARDS[0]).write_bytes(b"012345678")
+            (model / SHARDS[0]).write_bytes(SHARD[:-1])
+        case "a cut header":
+            (model / SHARDS[0]).write_bytes(SHARD[:40])
+        case "two cut files":
+            (model / SHARDS[0]).write_bytes(b"")
+            (model / SHARDS[1]).write_bytes(SHARD[:-1])
+        case "another file":
+            (model / SHARDS[1]).write_bytes(b"<html>no such file</html>")
         case "a broken index":
             index.write_text('{"weight_map": 3}')
+        case "an empty index":
+            index.write_text('{"weight_map": {}}')
         case "no index":
             index.unlink()
         case "a lost key":
@@ -420,3 +525,28 @@ def test_read(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(Stop, match="is no JSON object of a model"):
         size.read(tmp_path)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0, but must be a number of at least 1"),
+    ({"hidden_size": "6144"}, 'hidden_size is "6144", but must be a number'), ({"hidden_size": None}, "hidden_size is null, but"),
+    ({"n_routed_experts": -256}, "n_routed_experts is -256, but"), ({"first_k_dense_replace": 78}, "78 of 78 layers are dense"),
+    ({"first_k_dense_replace": -1}, "-1 of 78 layers are dense"), ({"index_topk_freq": 0}, "is no JSON object of a model"),
+    ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 78 layers"),
+    ({"indexer_types": ["full"] * 77}, "indexer_types has 77 entries for 78 layers"),
+    ({"text_config": {**GLM5P3, "quantization_config": {}}}, None),
+    ({"text_config": {**GLM5P3, "quantization_config": {"quant_method": "fp8"}}}, "is a quantized checkpoint")])
+def test_a_config_that_is_no_models_is_named_before_anything_is_counted(tmp_path, change, sentence):
+    (tmp_path / "config.json").write_text(json.dumps({**GLM5P3, **change}))
+    if sentence is None:
+        return size.read(tmp_path)
+    with pytest.raises(Stop) as stop:
+        size.read(tmp_path)
+    assert sentence in str(stop.value)
+
+
+def test_flash_is_counted_and_its_memory_is_said_to_be_unknown(prepared):
+    (prepared / "zai-org" / "GLM-5.3-BF16" / "config.json").write_text(json.dumps({"text_config": FLASH}))
+    for recipe in RECIPES:
+        code, lines = plan(prepared, recipe=recipe)
+        assert (code, lines[-1]) == (2, "plan: 1 problem") and "is a GLM-5.3-Flash of 313.3B parameters: what " in lines[-2]

@@ -44,7 +44,7 @@ def test_plan_of_the_published_run(tmp_path):
     assert code == 2 and lines[-1] == "plan: 4 problems" and not list(tmp_path.iterdir())
     assert any("128 prompts x 16 = 2,048" in line for line in lines)
     assert any("32 ranks: TP 8 x EP 8 x PP 1, DP 4" in line for line in lines)
-    assert any("4 x 8 GPUs are needed, RAY_ADDRESS names no cluster" in line for line in lines)
+    assert any("32 GPUs are needed, RAY_ADDRESS names no cluster" in line for line in lines)
     assert any("20 steps x 4 = 80, each on 32 x 16 = 512 answers" in line for line in lines)
     for missing in ("no model folder zai-org/GLM-5.3-BF16", "no data file data/dapo_math.parquet",
                     "no data file data/aime_2024.parquet"):
@@ -62,9 +62,10 @@ def test_plan_of_the_published_run(tmp_path):
     (["--lora-targets", "o_proj,zz"], "lora_targets has 'zz'"),
     (["--wandb", "on"], "wandb is 'on'"),
     (["--recompute", "half"], "recompute is 'half'"),
-    (["--lr", "nan"], "lr is nan"),
+    (["--lr", "-1"], "lr is -1.0"),
     (["--group-size", "1"], "group_size is 1"),
     (["--tp", "0"], "tp is 0, but must be at least 1"),
+    (["--sampler-nodes", "-1"], "sampler_nodes is -1, but must not be negative"),
     (["--name", "../x"], "name is '../x'"),
 ])
 def test_plan_names_what_does_not_fit(tmp_path, args, sentence):

@@ -349,11 +349,15 @@ def test_plot_of_runs(finished, tmp_path, monkeypatch):
     with open(finished / "metrics.jsonl", "a") as f:
         f.write('an": 0.5, "reward/accuracy": 0.75}\n')
     assert draw(finished, *out) != whole
+    drawn = draw(finished, *out)
+    draw(finished)
+    assert (finished / "plot.png").read_bytes() == drawn
     assert draw(finished, ROOT / "results" / "records" / "rehearsal-h200" / "seed-0", *out) != whole
     (finished / "metrics.jsonl").write_text('{"step": 0, "time/eval_s": 1}\n')
     before = (tmp_path / "a.png").read_bytes()
     for argv, sentence in (((finished, *out), "nothing to draw"), ((tmp_path, *out), "metrics.jsonl is missing"),
-                           ((finished,), "go together"), (out, "go together"), ((finished, "--out", "a.pdf"), "no .png file"),
+                           ((finished, tmp_path), "go together"), (out, "go together"),
+                           ((finished, "--out", "a.pdf"), "no .png file"),
                            ((finished, "--out", tmp_path / "none" / "a.png"), "no .png file in a folder that exists")):
         with pytest.raises(Stop, match=sentence):
             draw(*argv)

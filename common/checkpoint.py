@@ -27,6 +27,8 @@ def write(folder, step, trainer, state, keep):
                        "that all nodes share")
         write_atomic(part / "state.json", json.dumps({"step": step, **state}))
         _sync(part)
+        if final.exists():                                    # one that `complete` does not count: this run began before it
+            shutil.rmtree(final)
         os.rename(part, final)
         _sync(folder)
     except BaseException:
@@ -38,8 +40,9 @@ def write(folder, step, trainer, state, keep):
 
 
 def complete(folder):
-    """Complete checkpoints below `folder`, oldest first."""
-    return sorted((state.parent for state in Path(folder).glob("step-*/state.json")), key=_step)
+    """Complete checkpoints below `folder`, oldest first; one that was given another name, as step-4.bad, is none of them."""
+    found = (state.parent for state in Path(folder).glob("step-*/state.json"))
+    return sorted((one for one in found if one.name.removeprefix("step-").isdecimal()), key=_step)
 
 
 def read_state(folder):

@@ -47,7 +47,7 @@ def _sentence(error):
     if isinstance(error, BrokenPipeError):
         return "the reader of this output went away", 1
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
-        return f"{error.filename or 'a file'} cannot be written: {error.strerror}", 1
+        return f"{error.filename2 or error.filename or 'a file'} cannot be written: {error.strerror}", 1
     if type(error).__module__.startswith("ray."):
         _, found, sentence = str(error).strip().rpartition("\n")[2].partition(f"{Stop.__module__}.Stop: ")
         return (sentence, 1) if found else None
@@ -96,6 +96,13 @@ def write_atomic(path, data):
         temporary.unlink(missing_ok=True)
 
 
+def _read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise Stop(f"{path} is damaged, it is not JSON: {error}") from None
+
+
 class Run:
     """The folder runs/NAME of one run: config.json, versions.json, the recipe's source, metrics.jsonl, wandb.
 
@@ -122,7 +129,7 @@ class Run:
         elif not (self.folder / "config.json").is_file():
             raise Stop(f"{self.folder} holds no run to resume: start it without --resume")
         else:
-            old = json.loads((self.folder / "config.json").read_text())
+            old = _read_json(self.folder / "config.json")
             changed = [k for k in {**old, **config} if k not in MAY_CHANGE and old.get(k) != config.get(k)]
             if changed:
                 told = ", ".join(f"{k} {old.get(k)} -> {config.get(k)}" for k in changed)
@@ -132,15 +139,20 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise Stop(f"{self.folder} belongs to a run that is still going on") from None
-        self._save_source(Path(sys.argv[0]))
-        started = versions()
-        if (self.folder / "versions.json").exists():          # of the starts before a resume: they made the steps until then
-            old = json.loads((self.folder / "versions.json").read_text())
-            started["earlier"] = [*old.pop("earlier", []), old]
-        self.write_json("versions.json", started)
-        self.write_json("config.json", config)
-        self._start_wandb(wandb, config)
-        self._metrics = open(self.folder / "metrics.jsonl", "a")
+        try:
+            self._save_source(Path(sys.argv[0]))
+            started = versions()
+            if (self.folder / "versions.json").exists():      # of the starts before a resume: they made the steps until then
+                old = _read_json(self.folder / "versions.json")
+                started["earlier"] = [*old.pop("earlier", []), old]
+            self.write_json("versions.json", started)
+            self.write_json("config.json", config)
+            self._start_wandb(wandb, config)
+            self._metrics = open(self.folder / "metrics.jsonl", "a")
+        except BaseException:                                 # a full disk, Ctrl-C: the name stays free
+            if not resume:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def _save_source(self, source):
         if not source.is_file():

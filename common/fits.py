@@ -48,14 +48,20 @@ def rows(c, must, sizes):
     except cli.Stop as stop:
         must(False, str(stop))
         return []
+    if "linear_num_heads" in size.text(hf):
+        must(False, f"{c.model} is a GLM-5.3-Flash of {sum(size.parameters(hf).values()) / 1e9:.1f}B parameters: what its linear "
+                    "attention takes is not computed yet")
+        return []
     for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
         must(False, sentence)
     if c.dtype != "bfloat16":
         return [("memory", f"not computed for {c.dtype}")]
     m = sizes(hf, c)
-    for what, parts, room in (("an update", m.update, m.card), ("the sampler", m.sampler, m.engine),
-                              (f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card),
-                              *([("a publish", m.publish, m.card)] if m.publish else [])):
+    moments = [("an update", m.update, m.card), ("the sampler", m.sampler, m.engine)]
+    if sum(m.sampler.values()) <= m.engine:                   # else nothing is left for a KV cache, and these sums say nothing
+        moments += [(f"sampling at gpu_memory_utilization {c.gpu_memory_utilization}", m.sampling, m.card),
+                    *([("a publish", m.publish, m.card)] if m.publish else [])]
+    for what, parts, room in moments:
         must(not (sentence := memory.too_large(what, parts, room)), sentence)
     gib, disk, step = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values())
     gpu_hours = m.hours * (c.nodes + c.sampler_nodes) * c.gpus_per_node
@@ -63,7 +69,7 @@ def rows(c, must, sizes):
         ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
         must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
         must(free > disk, f"{disk / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")
-    what = f"{2 * m.sent / 1e9:,.2f} GB in {m.tensors:,} tensors" if m.tensors else \
+    what = f"{2 * m.sent / 1e9:,.2f} GB in {m.tensors:,} tensors" if m.tensors is not None else \
         f"{2 * m.sent / 1e9:,.0f} GB, {c.bucket_gib:g} GiB at a time,"
     return [
         ("model", f"{sum(size.parameters(hf).values()) / 1e9:.1f}B parameters, "
@@ -71,13 +77,13 @@ def rows(c, must, sizes):
         ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
         ("a GPU while sampling", memory.listed(m.sampling)),
         *([("a GPU in a publish", memory.listed(m.publish))] if m.publish else []),
-        ("KV cache", f"{m.kv_tokens:,.0f} tokens, {m.kv_answers:.1f} answers of full length"),
+        ("KV cache", f"{max(0, m.kv_tokens):,.0f} tokens, {max(0, m.kv_answers):.1f} answers of full length"),
         ("host memory of a node", f"{m.host / gib:,.0f} GiB page-locked for the copies that sleep"
                                   + ("" if m.adapter else " and the optimizer") + ", beside the system's"),
         ("a publish", f"{what} to each node, {m.seconds['publish']:.0f} s"),
-        ("disk", f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints, {m.export / 1e9:,.0f} GB for the final "
-                 + ("adapter" if m.adapter else "model")),
+        ("disk", (f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints" if c.save_every else "no checkpoints")
+                 + f", {m.export / 1e9:,.0f} GB for the final " + ("adapter" if m.adapter else "model")),
         ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
-            + f", with {memory.ANSWER:,} tokens an answer and published rates"),
+            + f", with {min(memory.ANSWER, c.max_response_tokens):,} tokens an answer and published rates"),
         ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
             + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]

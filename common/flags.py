@@ -3,6 +3,7 @@ import ast
 import dataclasses
 import difflib
 import io
+import math
 import sys
 import textwrap
 import tokenize
@@ -87,6 +88,8 @@ def _convert(flag, text, kind):
             return {str(a): a for a in args}[text]
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is float and not math.isfinite(float(text)):
+            raise Stop(f"{flag}: {text!r} is not a finite number")
         return kind(text)
     except (ValueError, KeyError):
         wanted = "one of " + ", ".join(map(str, args)) if origin is typing.Literal else f"of type {_type_name(kind)}"

@@ -167,15 +167,15 @@ def host(c, *, gpus, tp, ep, pp, sampler_tp, rank):
     return PINNED * gpus * (2 * sum(on_gpu(c, tp, ep, pp)) + sampler_weights(c, sampler_tp) + slots(c, rank, sampler_tp))
 
 
-def sample_seconds(answers, engines, max_num_seqs):
-    return max(1, answers / (engines * max_num_seqs)) * ANSWER / REQUEST_TOKENS_PER_S
+def sample_seconds(answers, engines, max_num_seqs, cap=ANSWER):
+    return max(1, answers / (engines * max_num_seqs)) * min(ANSWER, cap) / REQUEST_TOKENS_PER_S
 
 
-def step_seconds(*, answers, engines, max_num_seqs, gpus, weights, bundle):
+def step_seconds(*, answers, engines, max_num_seqs, gpus, weights, bundle, cap=ANSWER):
     """{what: seconds} of one step at the rates above; `move` is the sampler's weights to the host and back and the trainer's to
-    the GPU. weights: bytes on a GPU; bundle: bytes of the adapter that is published."""
-    tokens = answers * (ANSWER + PROMPT) / gpus
-    return {"sample": sample_seconds(answers, engines, max_num_seqs), "score": tokens / SCORE_TOKENS_PER_S,
+    the GPU. weights: bytes on a GPU; bundle: bytes of the adapter that is published; cap: tokens of the longest answer."""
+    tokens = answers * (min(ANSWER, cap) + PROMPT) / gpus
+    return {"sample": sample_seconds(answers, engines, max_num_seqs, cap), "score": tokens / SCORE_TOKENS_PER_S,
             "update": tokens / UPDATE_TOKENS_PER_S, "move": 3 * weights / COPY_BYTES_PER_S, "publish": bundle / SYNC_BYTES_PER_S}
 
 
@@ -191,9 +191,9 @@ def colocated(c, cfg, problems=30):
     sample = sampler(c, tp=cfg.sampler_tp, card=card, utilization=cfg.gpu_memory_utilization, max_num_seqs=cfg.max_num_seqs,
                      batched=max(longest + 1, 2048), rank=cfg.lora_rank)
     seconds = step_seconds(answers=cfg.prompts_per_step * cfg.group_size, engines=cfg.engines, max_num_seqs=cfg.max_num_seqs,
-                           gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=2 * unique)
+                           gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=2 * unique, cap=cfg.max_response_tokens)
     evals = 1 + -(-cfg.steps // cfg.eval_every)
-    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
+    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs, cfg.max_response_tokens)
     m = SimpleNamespace(
         update=train | {f"sampler's {k}": sample[k] for k in ("CUDA graphs", "context")},
         sampling=sample | {"trainer's adapter and optimizer": sum(train[k] for k in ("adapter", "gradients", "optimizer")),
@@ -227,10 +227,10 @@ def whole(c, cfg, problems=30):
     resting = {"trainer's optimizer": train["optimizer"] + (train["adapter"] + train["gradients"] if lora else 0),
                "trainer's context": train["context"]}
     seconds = step_seconds(answers=cfg.prompts_per_step * cfg.group_size, engines=cfg.engines, max_num_seqs=cfg.max_num_seqs,
-                           gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=0)
+                           gpus=cfg.trainer_ranks, weights=sample["weights"], bundle=0, cap=cfg.max_response_tokens)
     seconds["publish"] = 2 * count / WEIGHTS_BYTES_PER_S
     evals = 1 + -(-cfg.steps // cfg.eval_every)
-    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs)
+    evaluation = sample_seconds(problems * cfg.eval_samples, cfg.engines, cfg.max_num_seqs, cfg.max_response_tokens)
     # megatron-core's optimizer on the host: master, two moments and a page-locked gradient in float32
     optimizer = (12 + 4 * PINNED) * count * cfg.optimizer_offload / cfg.nodes if offload else 0
     m = SimpleNamespace(

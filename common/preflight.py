@@ -1,8 +1,10 @@
 """Before actors are placed: is every node of the cluster the same as the driver, and does it have what the run needs?
 
 Equal must be: sources, Python, packages, NCCL, model, data, GPU and its driver. Enough must be: GPUs and their free memory, host
-memory, room in runs/ and /dev/shm. And runs/ must be one folder: what the driver writes there, all see."""
+memory, room in runs/ and /dev/shm. And runs/ must be one folder: what the driver writes there, all see. A resumed run must find
+the model and the data that it was started with: their fingerprints are in its inputs.json."""
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -97,6 +99,20 @@ def shortages(there, gpus, needs, idle):
         + [(what, f"{has / 2**30:,.1f} GiB", f"needed: {n / 2**30:,.1f} GiB") for what, has, n in memory if has < n]
 
 
+def unchanged(runs, model, files, here):
+    """Stop if model or data have other content than at the run's first start (`here`: a result of `equal`); the first call makes
+    a note of it. config.json has their names alone."""
+    now, note = {"model": here[f"model {model}"], "data": [here[file] for file in files]}, Path(runs) / "inputs.json"
+    if not note.is_file():
+        return cli.write_atomic(note, json.dumps(now, indent=1) + "\n")
+    was = json.loads(note.read_text())
+    rows = [(path, a, b) for path, a, b in zip((model, *files), (was["model"], *was["data"]), (now["model"], *now["data"]))
+            if a != b]
+    if rows:
+        told = ", ".join(f"{path} (fingerprint {a}, now {b})" for path, a, b in rows)
+        raise cli.Stop(f"{runs} was started with other content in {told}: put that back or use another --name")
+
+
 def check(gpus, model, files, runs, needs=None, idle=IDLE):
     """Ask every node of the Ray cluster that has GPUs (all when `gpus`, those of a node, is 0) and compare it with this process;
     Stop names all that differ. needs: bytes of "host memory" and "room in runs/"; idle: share of a GPU that must be free."""
@@ -145,4 +161,5 @@ def check(gpus, model, files, runs, needs=None, idle=IDLE):
         told = [f"{name}: " + ", ".join(f"{what} {there} ({other})" for at, what, there, other in rows if at == name)
                 for name in dict.fromkeys(row[0] for row in rows)]
         raise cli.Stop(f"{len(told)} of {len(nodes)} nodes are not fit for this run: {'; '.join(told)}")
+    unchanged(runs, model, files, here)
     print(f"preflight: {len(nodes)} node{'s' * (len(nodes) > 1)} alike and fit, {time.time() - start:.1f} s", flush=True)

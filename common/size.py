@@ -155,6 +155,11 @@ def layout_problems(c, tp, ep, pp):
 
 # -- checkpoint folders -----------------------------------------------------------------------------------------------
 
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_routed_experts",
+          "num_experts_per_tok", "n_shared_experts", "index_n_heads", "index_head_dim", "index_topk")
+
+
 def read(folder):
     """config.json of a checkpoint folder, or GLM-5.3's as published where there is no such folder yet. Raises Stop."""
     file = Path(folder) / "config.json"
@@ -162,29 +167,61 @@ def read(folder):
         return GLM5P3
     try:
         c = json.loads(file.read_text())
-        parameters(c)
-    except (ValueError, AttributeError, TypeError) as error:
+        t = text(c)
+        odd = next((k for k in COUNTS if type(t[k]) is not int or t[k] < 1), None)
+        parameters(c) if not odd else None
+    except (ValueError, AttributeError, TypeError, ZeroDivisionError) as error:
         raise Stop(f"{file} is no JSON object of a model: {error}") from None
     except KeyError as error:
         raise Stop(f"{file} has no {error}, which the sizes are counted from") from None
-    if c.get("quantization_config"):
+    if odd:
+        raise Stop(f"{file}: {odd} is {json.dumps(t[odd])}, but must be a number of at least 1")
+    layers, dense, *_ = kinds(t)
+    if not 0 <= dense < layers:
+        raise Stop(f"{file}: {dense} of {layers} layers are dense, none has experts")
+    for key in ("layer_types", "indexer_types", "mlp_layer_types"):
+        if t.get(key) and len(t[key]) != layers:
+            raise Stop(f"{file}: {key} has {len(t[key])} entries for {layers} layers")
+    if c.get("quantization_config") or t.get("quantization_config"):
         raise Stop(f"{folder} is a quantized checkpoint (config.json has quantization_config): give the bfloat16 one")
     return c
 
 
 def missing(folder):
-    """What a checkpoint folder lacks, as a sentence, or None: every file that its index names must be there, whole."""
+    """What a checkpoint folder lacks, as a sentence, or None: every file that its index names must be there, as long as its own
+    header says."""
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return None if (folder / "model.safetensors").is_file() else f"{folder} has neither {index.name} nor model.safetensors"
-    try:
-        named = json.loads(index.read_text())
-        files, total = sorted(set(named["weight_map"].values())), named.get("metadata", {}).get("total_size", 0)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return f"{index} is not an index of safetensors files"
+    files = ["model.safetensors"]
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if not files or not all(isinstance(f, str) for f in files):
+                raise ValueError
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return f"{index} is not an index of safetensors files"
+    elif not (folder / files[0]).is_file():
+        return f"{folder} has neither {index.name} nor model.safetensors"
     if lost := [f for f in files if not (folder / f).is_file()]:
         return f"{folder} lacks {len(lost)} of the {len(files)} files that {index.name} names: {', '.join(lost[:3])}" \
             + " ..." * (len(lost) > 3)
-    have = sum((folder / f).stat().st_size for f in files)
-    return f"{folder} holds {have:,} of the {total:,} bytes that {index.name} promises" if have < total else None
+    cut = [said for f in files if (said := _cut(folder / f))]
+    return f"{cut[0]}{f', and {len(cut) - 1} more files of the {len(files)} are not whole' * (len(cut) > 1)}" if cut else None
+
+
+def _cut(file):
+    """What is wrong with the length of a safetensors file, as a sentence, or None: 8 bytes with its header's length, the header,
+    then what the header's offsets say."""
+    have = file.stat().st_size
+    try:
+        with open(file, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if length > 100_000_000:                          # the format's limit
+                raise ValueError
+            header = json.loads(f.read(length)) if 8 + length <= have else {}
+        want = 8 + length + max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        return f"{file} is no safetensors file"
+    return f"{file} has {have:,} bytes of the {want:,} that its header promises" if have < want else None

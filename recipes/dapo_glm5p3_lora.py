@@ -72,7 +72,7 @@ class Config:
     lr: float = 1e-5
     warmup_updates: int = 40                 # linear, then constant
     weight_decay: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     clip_grad: float = 1.0
     # parallelism: every node is one trainer replica and one sampler engine on the same 8 GPUs
     nodes: int = 4
@@ -142,7 +142,7 @@ def plan(cfg):
     """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
     c = cfg
     counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes",
-              "cpu_ranks", "tp", "ep", "pp", "sampler_tp")
+              "cpu_ranks", "tp", "ep", "pp", "sampler_tp", "drift_steps", "max_num_seqs", "logprob_chunk")
     problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
     if problems:                                              # the arithmetic below divides by them
         return cli.report([], problems)
@@ -180,6 +180,7 @@ def plan(cfg):
     must(c.lora_rank in ranks, f"vLLM has no slots for LoRA rank {c.lora_rank}: {', '.join(map(str, ranks))}")
     must(c.lora_experts in ("shared", "each"), f"lora_experts is {c.lora_experts!r}: shared or each")
     must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
+    must(c.lora_targets, "lora_targets is empty: an adapter needs a layer to adapt")
     leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for target in c.lora_targets:
         must(target in leaves, f"lora_targets has {target!r}, which is none of {', '.join(leaves)}")
@@ -187,10 +188,15 @@ def plan(cfg):
          "lora_targets has kv_b_proj, which vLLM 0.32 on a GPU ignores while decoding: leave it out")
     must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
-    for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
-                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk",
-                 "gpu_memory_gib", "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s"):
+    for name in ("lr", "lora_alpha", "max_mismatch", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
+                 "max_tokens_per_micro_batch", "max_prompt_tokens", "max_response_tokens", "gpu_memory_gib", "files_limit_s",
+                 "sample_limit_s", "update_limit_s", "call_limit_s", "gpu_memory_utilization", "eval_top_p"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
+    for name in ("gpu_memory_utilization", "eval_top_p"):
+        must(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}, but must be at most 1")
+    for name in ("sampler_nodes", "engine_restarts", "warmup_updates", "weight_decay", "gpu_price"):
+        must(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}, but must not be negative")
+    must(all(0 <= beta < 1 for beta in c.betas), f"betas is {c.betas}, but both must be from 0 to below 1")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES)

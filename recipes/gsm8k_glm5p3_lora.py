@@ -68,7 +68,7 @@ class Config:
     lr: float = 1e-5
     warmup_updates: int = 0                  # linear, then constant
     weight_decay: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     clip_grad: float = 1.0
     # parallelism: every node is one tensor-parallel group of the trainer and one sampler engine on the same 8 GPUs
     nodes: int = 8
@@ -140,7 +140,7 @@ def plan(cfg):
     """What the run will do, and the problems that would stop it. Needs neither torch nor a GPU."""
     c = cfg
     counts = ("steps", "updates_per_step", "prompts_per_step", "save_every", "eval_every", "keep", "eval_samples", "nodes",
-              "cpu_ranks", "tp", "ep", "pp", "sampler_tp")
+              "cpu_ranks", "tp", "ep", "pp", "sampler_tp", "drift_steps", "max_num_seqs", "logprob_chunk")
     problems = [f"{name} is {getattr(c, name)}, but must be at least 1" for name in counts if getattr(c, name) < 1]
     if problems:                                              # the arithmetic below divides by them
         return cli.report([], problems)
@@ -178,15 +178,21 @@ def plan(cfg):
     must(c.dtype in ("float32", "bfloat16"), f"dtype is {c.dtype!r}: float32 or bfloat16")
     must(c.sampler_fp8 in ("fp8_per_block", "fp8", "none"), f"sampler_fp8 is {c.sampler_fp8!r}: fp8_per_block, fp8 or none")
     must(c.gpus_per_node or c.sampler_fp8 == "none", "sampler_fp8 needs GPUs")
+    must(c.lora_targets, "lora_targets is empty: an adapter needs a layer to adapt")
     leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for target in c.lora_targets:
         must(target in leaves, f"lora_targets has {target!r}, which is none of {', '.join(leaves)}")
     must(c.recompute in ("full", "none"), f"recompute is {c.recompute!r}: full or none")
     must(c.wandb in ("off", "offline", "online"), f"wandb is {c.wandb!r}: off, offline or online")
-    for name in ("lr", "lora_alpha", "max_mismatch", "drift_steps", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
-                 "max_tokens_per_micro_batch", "max_num_seqs", "max_prompt_tokens", "max_response_tokens", "logprob_chunk",
-                 "gpu_memory_gib", "bucket_gib", "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s"):
+    for name in ("lr", "lora_alpha", "max_mismatch", "clip_grad", "clip_low", "clip_high", "dual_clip", "is_cap",
+                 "max_tokens_per_micro_batch", "max_prompt_tokens", "max_response_tokens", "gpu_memory_gib", "bucket_gib",
+                 "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s", "gpu_memory_utilization", "eval_top_p"):
         must(getattr(c, name) > 0, f"{name} is {getattr(c, name)}, but must be more than 0")
+    for name in ("gpu_memory_utilization", "eval_top_p"):
+        must(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}, but must be at most 1")
+    for name in ("sampler_nodes", "engine_restarts", "warmup_updates", "weight_decay", "gpu_price"):
+        must(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}, but must not be negative")
+    must(all(0 <= beta < 1 for beta in c.betas), f"betas is {c.betas}, but both must be from 0 to below 1")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES)

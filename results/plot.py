@@ -1,5 +1,6 @@
 """Draw: python results/plot.py                                             the pictures of results/README.md
-      python results/plot.py runs/NAME [runs/OTHER ...] --out FILE.png      the metrics of runs, finished or not
+      python results/plot.py runs/NAME                                      the metrics of a run, finished or not
+      python results/plot.py runs/NAME runs/OTHER ... --out FILE.png        several in one picture
 """
 import dataclasses
 import hashlib
@@ -21,7 +22,7 @@ DARK = ("#0d1117", "#e6edf3", "#9198a1", "#30363d", "#56b4e9", "#f0803c", "#2fc2
 
 @dataclasses.dataclass
 class Config:
-    out: str = ""              # PNG file to write
+    out: str = ""              # PNG file to write; of one run plot.png in its folder
 
 
 def canvas(theme, rows, columns, width, height, **kw):
@@ -191,6 +192,8 @@ def draw_runs(folders, theme=LIGHT):
 def main():
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
     cfg = parse(Config, doc=__doc__, argv=sys.argv[1 + len(words):])
+    if len(words) == 1 and not cfg.out and Path(words[0]).is_dir():
+        cfg.out = str(Path(words[0]) / "plot.png")
     if bool(words) != bool(cfg.out):
         raise Stop("run folders and --out FILE.png go together: python results/plot.py runs/NAME --out FILE.png")
     if words:

@@ -84,7 +84,8 @@ fi
 
 start_ray --head --port="$PORT" --include-dashboard=false
 until answers; do
-    ray_lives && [ -z "$stopped" ] && [ $SECONDS -lt "$WAIT_S" ] || exit 1
+    ray_lives && [ -z "$stopped" ] || exit 1
+    [ $SECONDS -lt "$WAIT_S" ] || { say "Ray's head did not answer at $HEAD:$PORT within $WAIT_S s"; exit 1; }
     run sleep 1
 done
 export RAY_ADDRESS=$HEAD:$PORT
