@@ -218,7 +218,15 @@ def test_replicated_slices_are_not_cut(monkeypatch, llm):
         assert torch.equal(module.lora_a_stacked[i][0, 0], tensors[f"layers.0.self_attn.{p}.lora_A"])
 
 
-# -- the hand-off of all weights ---------------------------------------------------------------------------------------------
+# -- engines of their own, whose end takes the shared one's process groups with it --------------------------------------------
+
+def test_other_sizes(tmp_path):
+    """Layers in the published order, so that five groups share one cache; other pools, convolution and linear heads."""
+    tiny.flash_checkpoint(tmp_path, seed=3, num_hidden_layers=6, index_topk=32, index_kpool=8, linear_conv_kernel_dim=3,
+                          linear_num_heads=2, linear_head_dim=32, hc_mult=2, qk_nope_head_dim=16, v_head_dim=40)
+    with engine(str(tmp_path), enable_prefix_caching=False, enable_lora=False) as llm:
+        answers, _ = answer(llm, prompts(1, 7, 8, 9, 31, 33, 39, 41, 100, seed=11), new=20)
+    assert gap(answers, reference(tmp_path, [a[0] for a in answers])) < LIMIT
 
 def stored(folder):
     """{neutral name: tensor} of what a trainer sends: all of the checkpoint but its vision tower."""

@@ -49,7 +49,8 @@ def make_adapter(folder, modules, seed):
     """A PEFT folder for the modules in every layer that has them, and {checkpoint module: B A alpha / rank}."""
     tensors, deltas = {}, {}
     for path, (a, b) in random_adapter(folder, modules, seed).items():
-        tensors |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
+        name = path.replace(".f_b_proj", ".forget_gate.f_b_proj")           # as transformers has it; the others as the checkpoint
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
         deltas[path] = b @ a * (ALPHA / RANK)
     target = os.path.join(folder, f"adapter-{seed}")
     os.makedirs(target)

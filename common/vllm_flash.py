@@ -7,6 +7,7 @@ its layers forget what they derived from weights that are reloaded.
 """
 import torch
 from vllm import ModelRegistry
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.glm5next.common import model
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
@@ -14,6 +15,8 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 # refuses adapters on the others' parts.
 PACKED = {"gate_up_proj": ["gate_proj", "up_proj"], "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
           "in_proj_qkvbfg_a": ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"]}
+# adapters of f_a_proj and f_b_proj under transformers' names for them
+FORGET_GATE = WeightsMapper(orig_to_new_substr={".forget_gate.": "."})
 
 
 def float32_router(vllm_config):
@@ -23,6 +26,7 @@ def float32_router(vllm_config):
 
 class Glm5NextForConditionalGeneration(model.Glm5NextForConditionalGeneration):
     packed_modules_mapping = PACKED
+    hf_to_vllm_mapper = model.Glm5NextForConditionalGeneration.hf_to_vllm_mapper | FORGET_GATE
 
     def __init__(self, *, vllm_config, prefix=""):
         float32_router(vllm_config)

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.models.glm5next.common import model
 
 from common.vllm_cpu.glm5p3 import Indexer, SparseAttention
-from common.vllm_flash import PACKED, float32_router
+from common.vllm_flash import FORGET_GATE, PACKED, float32_router
 
 CHUNK = 16                                        # tokens whose mutual influence is written out; the state goes on to the next
 
@@ -181,7 +181,8 @@ class DecoderLayer(model.Glm5NextDecoderLayer):
 class Glm5NextCpuForConditionalGeneration(model.Glm5NextForCausalLM, SupportsLoRA):
     """Names inside are those of the text model; the checkpoint's are mapped, for weights and for adapters."""
     packed_modules_mapping = PACKED
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model.", "model.visual.": None})
+    hf_to_vllm_mapper = FORGET_GATE | WeightsMapper(
+        orig_to_new_prefix={"model.language_model.": "model.", "model.visual.": None})
 
     def __init__(self, *, vllm_config, prefix=""):
         float32_router(vllm_config)
