@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from checks import tiny  # noqa: E402
-from common import glm5p3, logprobs, lora, weights  # noqa: E402
+from common import glm5p3, glm5p3_flash, logprobs, lora, weights  # noqa: E402
 
 LENGTHS = [[24, 5, 35], [40, 8, 16], [17, 31, 16], [52, 12]]       # four microbatches of 64 tokens; index_topk is 16
 
@@ -51,8 +51,9 @@ def start(tp=1, pp=1, ep=1):
 def model(folder, tp=1, pp=1, ep=1, dtype=torch.float32, **over):
     """(config, model with weights)."""
     hf = glm5p3.read_config(folder)
-    cfg = glm5p3.mcore_config(hf, tp=tp, pp=pp, ep=ep, dtype=dtype, **over)
-    built = glm5p3.build(cfg, hf.vocab_size)
+    family = glm5p3_flash if hf.model_type == "glm5_next_text" else glm5p3
+    cfg = family.mcore_config(hf, tp=tp, pp=pp, ep=ep, dtype=dtype, **over)
+    built = family.build(cfg, hf.vocab_size)
     weights.load(built, cfg, folder)
     return cfg, built
 
@@ -133,7 +134,8 @@ def measure(folder, out, tp=1, pp=1, ep=1):
     for mode in ("shared", "each"):
         cfg, built = model(folder, tp, pp, ep)
         logprobs.return_hidden(built, cfg)
-        lora.add(built, cfg, rank=4, alpha=6, experts=mode)
+        flash = (*lora.FLASH_TARGETS, "f_b_proj", "g_b_proj") if hasattr(cfg, "flash") else None
+        lora.add(built, cfg, rank=4, alpha=6, targets=flash, experts=mode)
         lora.perturb(built, cfg, std=0.05, seed=3)
         lps = step(cfg, built, list(micro.values()), backward=True)
         adapter = lora.export(built, cfg, torch.float32)

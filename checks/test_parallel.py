@@ -1,5 +1,6 @@
-"""Layouts over several gloo ranks equal one rank: logprobs, gradients (all weights, adapters), files, streamed weights, exported
-adapter."""
+"""Layouts over several gloo ranks equal one rank, for GLM-5.3 and GLM-5.3-Flash: logprobs, gradients (all weights, adapters),
+files, streamed weights, exported adapter."""
+import functools
 import os
 import re
 import subprocess
@@ -13,20 +14,28 @@ from safetensors.torch import load_file
 from checks import tiny
 
 HERE = Path(__file__).resolve().parent
-CASES = ["2-2x1x1", "2-1x2x1", "2-1x1x2", "2-2x1x2", "2-1x1x1", "4-2x1x2", "4-2x2x2"]      # ranks - TP x PP x EP; the rest is DP
+# ranks - TP x PP x EP; the rest is DP
+GLM5P3 = ["2-2x1x1", "2-1x2x1", "2-1x1x2", "2-2x1x2", "2-1x1x1", "4-2x1x2", "4-2x2x2"]
+FLASH = ["2-2x1x1", "2-1x2x1", "2-1x1x2", "2-2x1x2", "4-2x2x2"]
+CASES = [*(f"glm5p3/{case}" for case in GLM5P3), *(f"flash/{case}" for case in FLASH)]
+ALL = ["glm5p3/1-1x1x1", "flash/1-1x1x1", *CASES]
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    """The folder that holds `model` and a folder of facts for each case, and for one rank alone ("1-1x1x1")."""
+    """The folder of a case's facts; beside it are `model` and the facts of one rank alone, "1-1x1x1"."""
     root = tmp_path_factory.mktemp("parallel")
-    tiny.checkpoint(root / "model", **tiny.SPARSE)
-    cases = [case.replace("-", ":") for case in ["1-1x1x1", *CASES]]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, HERE / "parallel_worker.py", root / "model", root, *cases], env=env, timeout=400,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root
+
+    @functools.cache
+    def measured(name):
+        tiny.checkpoint(root / name / "model", **tiny.SPARSE) if name == "glm5p3" else \
+            tiny.flash_checkpoint(root / name / "model", **tiny.FLASH_SPARSE)
+        cases = [case.replace("-", ":") for case in ["1-1x1x1", *(GLM5P3 if name == "glm5p3" else FLASH)]]
+        done = subprocess.run([sys.executable, HERE / "parallel_worker.py", root / name / "model", root / name, *cases], env=env,
+                              timeout=400, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return lambda case: measured(case.partition("/")[0]) or root / case
 
 
 def together(folder, name):
@@ -46,7 +55,7 @@ def everything(folder):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("what", ["full", "shared", "each"])
 def test_same_as_one_rank(facts, case, what):
-    got, want = together(facts / case, what), together(facts / "1-1x1x1", what)
+    got, want = together(facts(case), what), together(facts(case).parent / "1-1x1x1", what)
     assert got.keys() == want.keys()
     for k in want:
         diff, size = (got[k] - want[k]).abs().max().item(), want[k].abs().max().item()
@@ -61,29 +70,30 @@ def test_same_as_one_rank(facts, case, what):
         assert len(moved) == sum(k.startswith("adapter.") for k in want), "an adapter tensor gets no gradient"
 
 
-@pytest.mark.parametrize("case", ["1-1x1x1", *CASES])
+@pytest.mark.parametrize("case", ALL)
 def test_checkpoint_round_trip_is_exact(facts, case):
-    want = everything(facts / "model")
-    saved, streamed = everything(facts / case / "saved"), together(facts / case, "stream")
-    assert want.keys() == saved.keys() == streamed.keys()
+    folder, model = facts(case), facts(case).parent / "model"
+    want, saved, streamed = everything(model), everything(folder / "saved"), together(folder, "stream")
+    assert want.keys() == saved.keys()
+    assert streamed.keys() == {k for k in want if not k.startswith("model.visual.")}
     for k in want:
-        for got in (saved[k], streamed[k]):
+        for got in (saved[k], streamed.get(k, want[k])):
             assert got.dtype == want[k].dtype and torch.equal(got, want[k]), k
-    assert (facts / case / "saved" / "config.json").read_text() == (facts / "model" / "config.json").read_text()
-    assert not list((facts / case).glob("*.partial"))
+    assert (folder / "saved" / "config.json").read_text() == (model / "config.json").read_text()
+    assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("case", ["1-1x1x1", *CASES])
+@pytest.mark.parametrize("case", ALL)
 @pytest.mark.parametrize("mode", ["shared", "each"])
 def test_merged_weights_are_base_plus_b_times_a(facts, case, mode):
     """Against the exported adapter, in float64."""
-    base, merged = everything(facts / "model"), together(facts / case, f"merged-{mode}")
-    exported = together(facts / case, mode).items()
+    base, merged = everything(facts(case).parent / "model"), together(facts(case), f"merged-{mode}")
+    exported = together(facts(case), mode).items()
     adapter = {k.removeprefix("adapter."): t.double() for k, t in exported if k.startswith("adapter.")}
-    assert merged.keys() == base.keys()
+    assert merged.keys() == {k for k in base if not k.startswith("model.visual.")}
     changed = 0
     for name, t in merged.items():
-        path, expert = name.removeprefix("model.").removesuffix(".weight"), None
+        path, expert = name.removeprefix("model.").removeprefix("language_model.").removesuffix(".weight"), None
         if found := re.search(r"\.experts\.(\d+)\.", path):
             path, expert = path.replace(found[0], ".experts."), int(found[1])
         a, b = adapter.get(f"{path}.lora_A"), adapter.get(f"{path}.lora_B")
@@ -93,4 +103,4 @@ def test_merged_weights_are_base_plus_b_times_a(facts, case, mode):
         a, b = (a[expert], b[expert]) if a.ndim == 3 else (a, b)
         torch.testing.assert_close(t.double(), base[name].double() + b @ a, rtol=1e-6, atol=1e-6, msg=name)
         changed += 1
-    assert changed > 100
+    assert changed > 80

@@ -1,9 +1,11 @@
 """An adapter under neutral keys <-> a PEFT folder that both `peft` and vLLM load. Needs neither of them, nor megatron-core.
 
 Routed experts are written under per-expert names, the only layout both take as it is: vLLM packs it, and peft turns it into the
-fused 3-D parameters of transformers 5 on loading (so a shared adapter is repeated for each expert). While doing so peft reads
-gate_proj, up_proj and down_proj in `target_modules` as the routed experts alone and would silently drop the adapters of the dense
-MLP and the shared expert (0.21.2): those are named as `target_parameters`.
+fused 3-D parameters of transformers 5 on loading (so a shared adapter is repeated for each expert). While doing so peft (0.21.2)
+reads, for GLM-5.3, gate_proj, up_proj and down_proj in `target_modules` as the routed experts alone and would silently drop the
+adapters of the dense MLP and the shared expert: those are named as `target_parameters`. For GLM-5.3-Flash it does not know that
+gate and up, side by side, have twice the rank: `rank_pattern` says so, and vLLM then wants a max_lora_rank of twice the experts'
+rank. Flash's modules are named in full, or the vision tower's of the same name would get adapters.
 """
 import json
 import re
@@ -16,31 +18,46 @@ import torch
 from .cli import Stop
 
 PREFIX, FILE = "base_model.model.model.", "adapter_model.safetensors"
-NAME = re.compile(r"base_model\.model\.model\.(layers\.\d+\.(?:self_attn|mlp)\.(?:shared_experts\.)?)(experts\.(\d+)\.)?"
-                  r"(\w+)\.(lora_[AB])\.weight$")
+NAME = re.compile(r"base_model\.model\.model\.(?:language_model\.)?(layers\.\d+\.(?:self_attn|mlp)\.(?:shared_experts\.)?)"
+                  r"(experts\.(\d+)\.)?(\w+)\.(lora_[AB])\.weight$")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def save_peft(tensors, hf_config, rank, folder, base_model):
-    """Write `folder` from the whole adapter {neutral key: tensor}, alpha / r folded into B (so lora_alpha = r = `rank`),
-    replacing an older one. The folder appears complete or not at all. base_model: name or path for adapter_config.json."""
+def save_peft(tensors, hf_config, rank, folder, base_model, expert_rank=None):
+    """Write `folder` from the whole adapter {neutral key: tensor}, alpha / r folded into B (so lora_alpha = r = `rank`, of routed
+    experts `expert_rank`), replacing an older one. The folder appears complete or not at all. hf_config: as read_config gives it.
+    base_model: name or path for adapter_config.json."""
     folder = Path(folder)
     partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
-    experts = "none"
+    expert_rank, experts, ranks = expert_rank or rank, "none", {}
     for key, t in tensors.items():
-        have = t.shape[-2 if key.endswith("lora_A") else -1]
-        if have != rank:
-            raise Stop(f"adapter tensor {key} of shape {list(t.shape)} has rank {have}, not {rank}")
-        if ".mlp.experts." in key:
+        have, routed = t.shape[-2 if key.endswith("lora_A") else -1], ".mlp.experts." in key
+        if have != (want := expert_rank if routed else rank):
+            raise Stop(f"adapter tensor {key} of shape {list(t.shape)} has rank {have}, not {want}")
+        if routed:
             experts = "each" if t.ndim == 3 else "shared"
-    rows = list(public(tensors, hf_config.n_routed_experts))
-    modules = [k.rpartition(".")[0] for k in tensors]
-    linears = {m.rpartition(".")[2] for m in modules if ".mlp." not in m or ".mlp.experts." in m}
-    parameters = {m.split(".", 2)[2] + ".weight" for m in modules if ".mlp." in m and ".mlp.experts." not in m}
+    is_flash = hf_config.model_type.startswith("glm5_next")
+    rows = list(public(tensors, hf_config.n_routed_experts, PREFIX + "language_model." * is_flash))
+    modules = sorted({k.rpartition(".")[0] for k in tensors})
+    routed = {m.rpartition(".")[2] for m in modules if ".mlp.experts." in m}
+    if is_flash:
+        linears = [f"language_model.{m}" for m in modules if ".mlp.experts." not in m]
+        linears = [re.sub(r"(\.f_[ab]_proj)$", r".forget_gate\1", m) for m in linears]                # as transformers has them
+        fused = {"gate_up_proj": 2 * expert_rank} if "gate_proj" in routed else {}
+        fused |= {"down_proj": expert_rank} if "down_proj" in routed else {}
+        parameters = [f"mlp.experts.{name}" for name in fused]
+        ranks = {rf".*\.experts\.{name}": r for name, r in fused.items() if r != rank}
+    else:
+        linears = sorted({m.rpartition(".")[2] for m in modules if ".mlp." not in m} | routed)
+        parameters = sorted({m.split(".", 2)[2] + ".weight" for m in modules if ".mlp." in m and ".mlp.experts." not in m})
+        if expert_rank != rank and routed:
+            ranks = {r".*\.experts\.gate_up_proj": 2 * expert_rank, r".*\.experts\.down_proj": expert_rank}
+    if expert_rank != rank and routed:
+        ranks[r".*\.experts\.\d+\.(?:gate|up|down)_proj"] = expert_rank        # as vLLM names them, the others as peft does
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_model), r=rank, lora_alpha=rank,
-        lora_dropout=0.0, bias="none", target_modules=sorted(linears), target_parameters=sorted(parameters), use_rslora=False,
-        use_dora=False, fan_in_fan_out=False, init_lora_weights=True, inference_mode=True)
+        lora_dropout=0.0, bias="none", target_modules=linears, target_parameters=parameters, use_rslora=False, use_dora=False,
+        rank_pattern=ranks, alpha_pattern=ranks, fan_in_fan_out=False, init_lora_weights=True, inference_mode=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -58,15 +75,15 @@ def save_peft(tensors, hf_config, rank, folder, base_model):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def public(tensors, n_experts):
+def public(tensors, n_experts, prefix=PREFIX):
     """(PEFT name, tensor) of an adapter under neutral keys: every routed expert has names of its own, and views."""
     for key, t in tensors.items():
         if ".mlp.experts." in key:
             head, leaf = key.split(".experts.")
             for e in range(n_experts):
-                yield f"{PREFIX}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t
+                yield f"{prefix}{head}.experts.{e}.{leaf}.weight", t[e] if t.ndim == 3 else t
         else:
-            yield f"{PREFIX}{key}.weight", t
+            yield f"{prefix}{key}.weight", t
 
 
 def _write(file, rows, metadata):
@@ -92,15 +109,19 @@ def load_peft(folder):
     if not (folder / FILE).is_file() or not (folder / "adapter_config.json").is_file():
         raise Stop(f"{folder} is no adapter folder: it needs {FILE} and adapter_config.json")
     config = json.loads((folder / "adapter_config.json").read_text())
-    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
+    for key in ("use_rslora", "use_dora", "modules_to_save", "lora_bias"):
         if config.get(key):
             raise Stop(f"{folder / 'adapter_config.json'}: {key} is {config[key]!r}, but only plain LoRA is read")
+    ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    if ranks != alphas or (ranks and config["lora_alpha"] != config["r"]):
+        raise Stop(f"{folder / 'adapter_config.json'}: rank_pattern is {ranks} and alpha_pattern {alphas} beside r {config['r']} "
+                   f"and lora_alpha {config['lora_alpha']}: several ranks are read only where alpha is the rank for each")
     scale, out, experts = config["lora_alpha"] / config["r"], {}, {}
     with safe_open(folder / FILE, "pt") as f:
         shared = (f.metadata() or {}).get("experts") == "shared"
         for name in f.keys():
             if not (found := NAME.match(name)):
-                raise Stop(f"{folder / FILE}: {name} is no adapter of GLM-5.3 under per-expert names")
+                raise Stop(f"{folder / FILE}: {name} is no adapter of GLM-5.3 or GLM-5.3-Flash under per-expert names")
             head, routed, expert, leaf, side = found.groups()
             t = f.get_tensor(name)
             t = t * scale if side == "lora_B" and scale != 1 else t

@@ -28,14 +28,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from common import bundle, checkpoint, glm5p3, logprobs, lora, network, replay, sync, weights  # noqa: E402
+from common import (  # noqa: E402
+    bundle,
+    checkpoint,
+    glm5p3,
+    glm5p3_flash,
+    logprobs,
+    lora,
+    network,
+    replay,
+    sync,
+    weights,
+)
 from common.batch import deal, micro_count  # noqa: E402
 from common.checksum import checksums  # noqa: E402
 from common.cli import Stop  # noqa: E402
 from common.cpu import device  # noqa: E402
+from common.hf_config import read_config  # noqa: E402
 from common.packing import pack  # noqa: E402
 from common.trace import Trace  # noqa: E402
 
+MODELS = {"glm_moe_dsa": glm5p3, "glm5_next_text": glm5p3_flash}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE = {"none": {}, "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
              "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])}
@@ -45,28 +58,32 @@ class TrainerRank:
     """One rank of the trainer. Verbs are collective: call them on all ranks at once (cluster.Group does)."""
 
     def __init__(self, rank, world, model, *, tp=1, pp=1, ep=1, dtype="float32", lora_rank=0, lora_alpha=0, lora_targets=(),
-                 experts=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=1.0,
-                 max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
-                 te=glm5p3.HAVE_TE, fp8=None, bucket_bytes=1 << 30, optimizer_offload=0.0, precision_aware=False, replay=False,
-                 merge=False, apart=False):
-        """model: a HF checkpoint folder. lora_rank 0 trains all weights. lr is reached after `warmup_updates` updates, then
-        constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of its own). recompute: a key of RECOMPUTE. te:
-        Transformer Engine's layers instead of torch's; fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8'
-        (Blackwell), None for `dtype`. bucket_bytes: of a hand-off of all weights. optimizer_offload: share of the optimizer's
-        state that lives and steps on the host; precision_aware: keeps it in narrower types. replay: a batch may have "routes"
-        (common/replay.py), and its tokens then take those experts. merge: hands over all weights with the adapter in them.
-        apart: the sampler has other GPUs, so the weights stay on these and travel over the network."""
-        if fp8 and not te:
+                 experts=None, lora_expert_rank=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999),
+                 clip_grad=1.0, max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
+                 te=None, fp8=None, kda_kernels=None, bucket_bytes=1 << 30, optimizer_offload=0.0, precision_aware=False,
+                 replay=False, merge=False, apart=False):
+        """model: a HF checkpoint folder. lora_rank 0 trains all weights; lora_expert_rank: of the routed experts' adapters. lr is
+        reached after `warmup_updates` updates, then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of
+        its own). recompute: a key of RECOMPUTE. te: Transformer Engine's layers instead of torch's, by default where it is
+        installed (never for Flash); fp8: its recipe for the matrix products, 'blockwise' (Hopper) or 'mxfp8' (Blackwell), None
+        for `dtype`. kda_kernels: of Flash's linear attention, see common/glm5p3_flash.py. bucket_bytes: of a hand-off of all
+        weights. optimizer_offload: share of the optimizer's state that lives and steps on the host; precision_aware: keeps it in
+        narrower types. replay: a batch may have "routes" (common/replay.py), and its tokens then take those experts. merge: hands
+        over all weights with the adapter in them. apart: the sampler has other GPUs, so the weights stay on these and travel over
+        the network."""
+        if fp8 and not (glm5p3.HAVE_TE if te is None else te):
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.world, self.folder, self.dtype = rank, world, Path(model), DTYPES[dtype]
         self.layout = dict(tp=tp, pp=pp, ep=ep)
-        self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts)
+        self.lora = dict(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets), experts=experts,
+                         expert_rank=lora_expert_rank)
         self.optim = dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), clip_grad=clip_grad)
         self.host_optimizer = dict(optimizer_cpu_offload=optimizer_offload > 0, optimizer_offload_fraction=optimizer_offload,
                                    use_precision_aware_optimizer=precision_aware)
         self.warmup_updates, self.max_tokens, self.temperature = warmup_updates, max_tokens, temperature
         self.te, self.fp8, self.replay, self.merge, self.bucket_bytes = te, fp8, replay, merge, bucket_bytes
+        self.kda_kernels = kda_kernels
         self.coming, self.flips, self.parked = None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
         self.apart, self.transport = apart, sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
@@ -106,13 +123,17 @@ class TrainerRank:
         mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
                                       create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(self.seed)
-        self.hf = glm5p3.read_config(self.folder)
+        self.hf = read_config(self.folder)
+        family = MODELS[self.hf.model_type]
+        te = glm5p3.HAVE_TE and (family is glm5p3 or bool(self.fp8)) if self.te is None else self.te
         extra = dict(RECOMPUTE[self.recompute])
         if self.fp8:
             extra |= dict(fp8="e4m3", fp8_recipe=self.fp8, moe_router_padding_for_quantization=True)
-        self.cfg = cfg = glm5p3.mcore_config(self.hf, **self.layout, dtype=self.dtype, te=self.te, **extra)
+        if family is glm5p3_flash:
+            extra |= dict(kda_kernels=self.kda_kernels)
+        self.cfg = cfg = family.mcore_config(self.hf, **self.layout, dtype=self.dtype, te=te, **extra)
         # to(device): mcore leaves the router's weight on the host until its first use
-        self.model = glm5p3.build(cfg, self.hf.vocab_size, self.te).to(device())
+        self.model = family.build(cfg, self.hf.vocab_size, te).to(device())
         weights.load(self.model, cfg, self.folder)
         if self.lora["rank"]:
             lora.add(self.model, cfg, **self.lora)
@@ -130,7 +151,12 @@ class TrainerRank:
             clip_grad=self.optim["clip_grad"], **self.host_optimizer), [self.ddp], use_gloo_process_groups=False)
         cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, self.ddp.no_sync
         self.base = bundle.base_fingerprint(self.folder)
-        return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base}
+        kernels = {"layers": "transformer_engine" if te else "torch"}
+        if family is glm5p3_flash:
+            kernels["linear attention"] = cfg.kda_kernels
+            if self.rank == 0:
+                print(f"trainer: linear attention by {cfg.kda_kernels}", flush=True)
+        return {"rank": self.rank, "trainable": sum(p.numel() for _, p in self.trainable), "base": self.base, "kernels": kernels}
 
     # -- score and update --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +189,8 @@ class TrainerRank:
         """{layer: (len(tokens), trace.WIDTH) lists} of this rank's layers: projections of what each hands on."""
         def stream(output):
             state = output[0] if isinstance(output, tuple) else output
-            return (gather_from_sequence_parallel_region(state) if self.cfg.sequence_parallel else state).flatten(0, 1)
+            state = gather_from_sequence_parallel_region(state) if self.cfg.sequence_parallel else state
+            return state.flatten(0, 1).unflatten(-1, (-1, self.hf.hidden_size)).mean(1)          # of Flash's streams, their mean
         watch = Trace({layer.layer_number - 1: layer for layer in self.model.decoder.layers}, stream)
         copies = mpu.get_data_parallel_world_size()               # every data-parallel rank wants a sequence
         try:
@@ -367,7 +394,7 @@ class TrainerRank:
         tensors = lora.export(self.model, self.cfg, torch.float32)
         if self.rank == 0:
             lora.save_peft({k: t.cpu() for k, t in tensors.items()}, self.hf, self.lora["rank"],
-                           Path(folder) / "adapter", str(self.folder))
+                           Path(folder) / "adapter", str(self.folder), self.lora["expert_rank"])
 
     def save_model(self, folder):
         """The whole model as a HF checkpoint, with the config and tokenizer that it was loaded with, without adapters
