@@ -342,7 +342,7 @@ def test_config_is_the_text_part(folders):
     ("indexer_types", ["full", "full", "full", "shared"], "indexer_types says 'shared' for layer 3, but only 'full'"),
     ("layer_types", ["linear_attention"] * 3 + ["sliding_attention"], "layer_types says 'sliding_attention' for layer 3"),
     ("layer_types", ["linear_attention"] * 3, "transformers refuses it: "),
-    ("mlp_layer_types", ["dense"] * 3, "mlp_layer_types has 3 entries for 4 layers"),
+    ("indexer_types", ["full"] * 3, "indexer_types has 3 entries for 4 layers"),
     ("first_k_dense_replace", 2, "mlp_layer_types says 'sparse' for layer 1, but first_k_dense_replace 2 says 'dense'"),
 ])
 def test_config_that_means_another_model(folders, tmp_path, key, value, says):
