@@ -167,8 +167,12 @@ class Sender:
         return out
 
     def offer(self, version, engines):
+        import torch
+
         from common import bundle, sync
-        header, flat = bundle.pack(self.export(), version=version, base=self.base, rank=self.rank, experts=self.experts)
+        scaled = dict(zip(self.tensors, torch._foreach_mul(list(self.tensors.values()), 1.0)))
+        header, flat = bundle.pack(scaled, version=version, base=self.base, rank=self.rank, experts=self.experts,
+                                   dtype=self.dtype)
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),
                 "ticket": self.transport.offer(flat, engines)}
 

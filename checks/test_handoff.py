@@ -268,8 +268,8 @@ def test_old_versions_other_base_models_and_cut_transfers_are_refused(trainer, e
     monkeypatch.undo()
     real = sync.SharedMemory.offer
 
-    def cut(self, flat):
-        ticket = real(self, flat)
+    def cut(self, flat, engines):
+        ticket = real(self, flat, engines)
         os.truncate(ticket["path"], flat.numel() // 2)
         return ticket
     monkeypatch.setattr(sync.SharedMemory, "offer", cut)

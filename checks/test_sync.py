@@ -114,8 +114,46 @@ if device == "cuda":
     flat = torch.randint(0, 256, (4096,), dtype=torch.uint8, device=device)
     assert checksum.flat_sums(flat, [0, 64, 1024], [64, 800, 3072]) == checksum.checksums([flat[:64], flat[64:864], flat[1024:]])
 """
+    kernel(program)
+
+
+def kernel(program):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
     subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=300)
+
+
+def test_one_kernel_writes_what_a_copy_for_each_tensor_writes():
+    """A shared adapter to every expert's place, ranks smaller than the slot's on either side, one adapter for each expert, a long
+    row; and nothing beside them. Two are not the kernel's: rows that are no whole words, another dtype."""
+    kernel("""
+import torch
+from common import bundle, scatter
+device = "cuda" if torch.cuda.is_available() else "cpu"
+bf16, f32 = torch.bfloat16, torch.float32
+shapes = dict(a=((8, 96), bf16), b=((96, 8), bf16), c=((5, 8, 64), bf16), d=((5, 40, 8), f32), e=((3, 5), f32),
+              f=((8, 8192), f32), g=((7, 6), bf16))
+g = torch.Generator().manual_seed(0)
+new = lambda: {n: torch.randn(s, generator=g).to(d).to(device) for n, (s, d) in shapes.items()}
+room = lambda *s, dtype=bf16: torch.full((2, *s), 9.0, dtype=dtype, device=device)
+whole = dict(a=room(4, 16, 96), b=room(4, 96, 16), c=room(5, 16, 64), d=room(5, 40, 8, dtype=f32), e=room(3, 5, dtype=f32),
+             f=room(1, 8, 8192, dtype=f32), g=room(7, 6, dtype=f32))
+regions = {n: t[1] for n, t in whole.items()}
+regions |= {"a": regions["a"][:, :8], "b": regions["b"][:, :, :8], "c": regions["c"][:, :8]}
+layout, flat = bundle.lay(new())
+real = torch.Tensor.is_cuda
+torch.Tensor.is_cuda = True
+writer = scatter.Scatter(list(regions.values()), bundle._views(layout, flat), flat)
+torch.Tensor.is_cuda = real
+assert writer.table.shape == (6, 4 + 4 + 5 + 5 + 1) and len(writer.rest[0]) == 2
+for _ in range(2):                                           # another buffer of the same layout
+    tensors = new()
+    layout, flat = bundle.lay(tensors)
+    writer(flat, bundle.pick)
+    for n, t in tensors.items():
+        assert torch.equal(regions[n], t.to(regions[n].dtype).expand(regions[n].shape)), n
+for n, t in whole.items():
+    assert (t == 9).sum() == t.numel() - regions[n].numel(), f"{n}: something beside its place was written"
+""")
 
 
 def test_a_damaged_or_short_buffer_is_refused():
@@ -227,15 +265,20 @@ def test_replicas_that_differ_and_a_sampler_without_a_trainer_on_its_node_are_re
         sync.publish(Local(Trainer("there")), Local(Sampler()), 5)
 
 
-def test_base_fingerprint_sees_config_header_and_weights(tmp_path):
+def test_base_fingerprint_sees_config_header_and_every_tensor(tmp_path):
     from safetensors.torch import save_file
 
-    def folder(name, config="{}", value=1.0, key="a"):
+    def folder(name, config="{}", key="a", changed=None):
         path = tmp_path / name
         path.mkdir()
         (path / "config.json").write_text(config)
-        save_file({key: torch.full((64, 64), value)}, path / "model.safetensors")
+        tensors = {f"{key}{i}": torch.full((64, 64), float(i == changed)) for i in range(50)}
+        save_file(tensors | {f"{key}.small": torch.full((3,), float(changed == "small"))}, path / "model.safetensors")
         return bundle.base_fingerprint(path)
     one = folder("one")
     assert folder("same") == one
-    assert len({one, folder("config", '{"x": 1}'), folder("value", value=2.0), folder("key", key="b")}) == 4
+    others = [folder("config", '{"x": 1}'), folder("key", key="b"), *(folder(f"{i}", changed=i) for i in (0, 17, 49, "small"))]
+    assert len({one, *others}) == 7
+    (tmp_path / "one" / "model.safetensors").write_bytes(b"12345678901234567890")
+    with pytest.raises(Stop, match="model.safetensors is no safetensors file"):
+        bundle.base_fingerprint(tmp_path / "one")

@@ -42,6 +42,8 @@ def _read(fingerprint, path):
         return fingerprint(path)
     except OSError as error:
         return f"unreadable ({error.strerror})"
+    except cli.Stop as error:
+        return f"unreadable ({error})"
 
 
 def amounts(runs):

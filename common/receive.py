@@ -13,6 +13,7 @@ import torch
 from common.bundle import Header, combine, pick, verify, views
 from common.checksum import Reader, checksums
 from common.cli import Stop
+from common.scatter import Scatter
 from common.sync import take
 from common.trace import Trace
 
@@ -58,7 +59,7 @@ class Receiver:
         try:
             verify(header, flat)
             plan = self._plan(adapters, header, flat, slot)
-            copy(plan.regions, pick(flat, plan.sources))     # broadcasts over the experts of a layer
+            plan.write(flat, pick, copy)                     # broadcasts over the experts of a layer
             wanted = dict(zip(plan.slices, checksums(pick(flat, plan.slices.values()))))
         finally:
             let_go()                                         # waits for the copies: then the sender may reuse its buffer
@@ -221,7 +222,7 @@ class Plan:
     """Where a layout's tensors lie in a buffer, and the regions of one slot that take them."""
 
     def __init__(self, header, flat, places):
-        self.keys, self.regions, self.sources, self.slices, parts, held = [], [], [], {}, [], []
+        self.keys, self.slices, regions, sources, parts = [], {}, [], [], []
         shapes, start = {e.key: e.shape for e in header.entries}, flat.data_ptr()
         for dest, source, key, region in places:
             if dest.shape != region.shape:                   # a slot larger than the rank: the rest must keep no older adapter
@@ -231,26 +232,13 @@ class Plan:
             if not start <= source.data_ptr() < start + flat.numel():
                 raise Stop(f"vLLM {TESTED_VLLM} copied {key} to slice it: the hand-off reads slices in place")
             if tuple(source.shape) != shapes[key]:
-                self.slices[len(self.keys)] = source.dtype, _where(source)
+                self.slices[len(self.keys)] = source.dtype, (tuple(source.shape), source.stride(), source.storage_offset())
             self.keys.append(key)
             # a tensor shared by the experts lies in the slot once for each
             parts.append(len(region) if region.ndim > source.ndim else 1)
-            held.append(region)
-            if _whole_words(source) and _whole_words(region) and source.dtype == region.dtype:
-                source, region = source.view(torch.int64), region.view(torch.int64)      # copied four times as fast as bfloat16
-            self.sources.append((source.dtype, _where(source)))
-            self.regions.append(region)
-        self.reader = Reader(held, parts)
-
-
-def _whole_words(t):
-    """Whether the rows of a tensor can be read as 8-byte words."""
-    size = t.element_size()
-    return t.stride(-1) == 1 and not any(n * size % 8 for n in (t.shape[-1], *t.stride()[:-1])) and t.data_ptr() % 8 == 0
-
-
-def _where(t):
-    return tuple(t.shape), t.stride(), t.storage_offset()
+            regions.append(region)
+            sources.append(source)
+        self.write, self.reader = Scatter(regions, sources, flat), Reader(regions, parts)
 
 
 def neutral(name):
