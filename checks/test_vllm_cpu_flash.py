@@ -124,6 +124,26 @@ def test_routes_are_those_of_transformers(llm, folder):
         assert ours.shape == (len(ids) - 1, 3, 2) and torch.equal(ours.sort(-1).values, theirs)
 
 
+# -- the class for GPUs, which cannot run here -------------------------------------------------------------------------------
+
+def test_names_of_the_class_for_gpus():
+    import inspect
+
+    from vllm.models.glm5next.common import model
+
+    from common.vllm_flash import PACKED, Glm5NextForConditionalGeneration
+    loader = inspect.getsource(model.Glm5NextModel.load_weights)
+    for fused, parts in PACKED.items():
+        for i, part in enumerate(parts):
+            assert f'(".{fused}", ".{part}", {i})' in loader
+    name = Glm5NextForConditionalGeneration.hf_to_vllm_mapper._map_name
+    assert name("model.language_model.layers.0.self_attn.forget_gate.f_a_proj.weight") \
+        == name("model.language_model.layers.0.self_attn.f_a_proj.weight") \
+        == "language_model.model.layers.0.self_attn.f_a_proj.weight"
+    assert neutral("language_model.model.layers.0.self_attn.f_a_proj") == "layers.0.self_attn.f_a_proj"
+    assert Glm5NextForConditionalGeneration.packed_modules_mapping is PACKED
+
+
 # -- the hand-off of an adapter ----------------------------------------------------------------------------------------------
 
 def bundled(folder, modules, seed, rank, expert_rank):
