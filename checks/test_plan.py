@@ -521,7 +521,7 @@ def test_the_rehearsals_plan_is_short(tmp_path):
 
 
 def test_read(tmp_path):
-    assert size.read(tmp_path) is GLM5P3
+    assert size.read(tmp_path, GLM5P3) is GLM5P3
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(Stop, match="is no JSON object of a model"):
         size.read(tmp_path)

@@ -41,10 +41,11 @@ def there(c, must):
     must(not c.resume or Path("runs", c.name, "config.json").exists(), f"runs/{c.name} holds no run to resume")
 
 
-def rows(c, must, sizes):
-    """[(what, text)] for the plan; must(ok, sentence) gets what does not fit."""
+def rows(c, must, sizes, published):
+    """[(what, text)] for the plan; must(ok, sentence) gets what does not fit. published: the config of a model that is not here
+    yet."""
     try:
-        hf = size.read(c.model)
+        hf = size.read(c.model, published)
     except cli.Stop as stop:
         must(False, str(stop))
         return []

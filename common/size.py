@@ -160,11 +160,11 @@ COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_si
           "num_experts_per_tok", "n_shared_experts", "index_n_heads", "index_head_dim", "index_topk")
 
 
-def read(folder):
-    """config.json of a checkpoint folder, or GLM-5.3's as published where there is no such folder yet. Raises Stop."""
+def read(folder, published=None):
+    """config.json of a checkpoint folder, or `published` (GLM5P3, FLASH) where there is no such folder yet. Raises Stop."""
     file = Path(folder) / "config.json"
-    if not file.is_file():
-        return GLM5P3
+    if published and not file.is_file():
+        return published
     try:
         c = json.loads(file.read_text())
         t = text(c)

@@ -112,7 +112,7 @@ def flash_config(**changes):
         first_k_dense_replace=1, mlp_layer_types=["dense", "sparse", "sparse", "sparse"], n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, routed_scaling_factor=2.5, swiglu_limit=10.0,
         n_group=1, topk_group=1, norm_topk_prob=True, index_n_heads=32, index_head_dim=64, index_topk=40, index_kpool=4,
-        rms_norm_eps=1e-6, max_position_embeddings=512, initializer_range=0.08,
+        rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.08,
         bos_token_id=None, eos_token_id=0, pad_token_id=0, tie_word_embeddings=False,
         mhc=True, scoring_func="sigmoid", topk_method="noaux_tc", mla_use_nope=True, indexer_rope_interleave=True,
         moe_layer_freq=1, num_nextn_predict_layers=0),                                       # these two lines are for vLLM

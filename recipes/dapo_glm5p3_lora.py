@@ -34,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, memory  # noqa: E402
+from common import cli, fits, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -199,7 +199,7 @@ def plan(cfg):
     must(all(0 <= beta < 1 for beta in c.betas), f"betas is {c.betas}, but both must be from 0 to below 1")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
-        rows += fits.rows(c, must, SIZES)
+        rows += fits.rows(c, must, SIZES, size.GLM5P3)
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     fits.there(c, must)                                       # machines, packages, model, data, run folder
     return cli.report(rows, problems)
