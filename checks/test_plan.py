@@ -509,7 +509,7 @@ def test_a_machine_with_gpus_is_asked_for_memory_and_disk(prepared, monkeypatch)
     monkeypatch.setattr(fits.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3000 * GIB // 4096}.get)
     monkeypatch.setattr(fits.shutil, "disk_usage", lambda _: SimpleNamespace(free=200e9))
     found = []
-    fits.rows(recipe.Config(), lambda ok, sentence: found.extend([] if ok else [sentence]), recipe.SIZES)
+    fits.rows(recipe.Config(), lambda ok, sentence: found.extend([] if ok else [sentence]), recipe.SIZES, GLM5P3)
     assert found == ["this node has 3,000 GiB of memory, the copies that sleep take 3,828",
                      "218 GB will be written below runs/, 200 GB are free"]
 
