@@ -24,6 +24,7 @@ during them.
 import dataclasses
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -205,6 +206,8 @@ def plan(cfg):
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES, size.FLASH)
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
+    must(not c.gpus_per_node or importlib.util.find_spec("fla"),
+         "package fla is missing, the kernels of linear attention: pip install -r requirements.txt")
     fits.there(c, must)                                       # machines, packages, model, data, run folder
     return cli.report(rows, problems)
 
