@@ -109,9 +109,9 @@ def stale_cache(name="policy", reset=False):
 def damaged(b):
     real = sync.SharedMemory.offer
 
-    def offer(self, flat):
+    def offer(self, flat, engines):
         flat[1000] ^= 1
-        return real(self, flat)
+        return real(self, flat, engines)
     return mock.patch.object(sync.SharedMemory, "offer", offer)
 
 
@@ -120,7 +120,7 @@ def copy_lost(b):
 
     def stage(self, *args):
         answer = real(self, *args)
-        self.adapter_staged[2].regions[0].zero_()
+        self.adapter_staged[2].reader.tensors[0].zero_()
         return answer
     return mock.patch.object(Receiver, "adapter_stage", stage)
 

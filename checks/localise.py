@@ -58,15 +58,24 @@ def worst(mine, theirs, batch, n=10):
 def enlarge(trainer, batch, before, need, std, seed, attempts, only=None):
     """Change the trainer by noise that moves it by `need` to twice as much: (its log-probabilities after, mean |change| from
     `before`, std). Enlarged in small strides and halved again where that was too far: a model that is sure of its answers first
-    hardly moves and then all at once, and a change of nats would be drowned in rounding."""
-    low, high = 0.0, np.inf
-    for left in reversed(range(attempts)):
+    hardly moves and then all at once, and a change of nats would be drowned in rounding. Where less noise moves it no less (an
+    adapter's A is changed whatever `std` is, and shows once B is not zero), the larger noise stays: less would be lost in
+    rounding."""
+    def changed():
         trainer.perturb(std, seed, only)
         after = merge(trainer.logprobs(batch), len(batch["tokens"]))
-        moved = float(np.abs(np.concatenate(after) - np.concatenate(before)).mean())
+        return after, float(np.abs(np.concatenate(after) - np.concatenate(before)).mean()), std
+
+    low, high, larger = 0.0, np.inf, (None, 0.0, 0.0)
+    for left in reversed(range(attempts)):
+        _, moved, _ = found = changed()
         if need <= moved <= 2 * need or not left or high - low <= 0.05 * low and moved >= need:
-            return after, moved, std
+            return found
         trainer.restore_adapter()
+        if std < larger[2] and moved > max(need, 0.9 * larger[1]):
+            std = larger[2]
+            return changed()
+        larger = found
         low, high = (low, std) if moved > need else (std, high)
         if high < np.inf:
             std = high if left == 1 else (low * high) ** 0.5 if low else high / 4

@@ -162,6 +162,12 @@ def test_the_change_is_at_least_what_is_needed_and_at_most_twice_as_much(monkeyp
     monkeypatch.setattr(trainer, "logprobs", lambda _: [(0, np.full(100, -1 - 1e-3 * trainer.w - 5 * max(0, trainer.w - 1)))])
     _, moved, std = localise.enlarge(Local(trainer), {"tokens": [[1]]}, [np.full(100, -1.0)], 0.3, 0.02, 0, 12)
     assert 0.3 <= moved <= 0.6 and trainer.w == std
+    trainer.restore_adapter()
+    with monkeypatch.context() as patch:          # one that moves by 5 however little noise: then not so little that it is lost
+        patch.setattr(trainer, "logprobs", lambda _: [(0, np.full(100, -6 - trainer.w))])
+        _, moved, std = localise.enlarge(Local(trainer), {"tokens": [[1]]}, [np.full(100, -1.0)], 0.3, 0.2, 0, 12)
+        assert std == 0.2 and moved == pytest.approx(5.2) and trainer.w == std
+        trainer.restore_adapter()
     with monkeypatch.context() as patch:          # and one that does not move: the last attempt's answer, for the check to refuse
         patch.setattr(trainer, "logprobs", lambda batch: [(0, np.full(100, -1.0))])
         assert localise.enlarge(Local(trainer), {"tokens": [[1]]}, [np.full(100, -1.0)], 0.3, 0.02, 0, 12)[1] == 0
