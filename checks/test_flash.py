@@ -235,7 +235,7 @@ def test_bfloat16_keeps_its_float32_parameters_and_round_trips(folders, tmp_path
     got.sum().backward()
     assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in built.parameters() if p.grad is not None)
     want = tiny.hf_logprobs(tiny.hf_model(tmp_path / "bf16"), SEQS)
-    assert (got - want).abs().mean() < 0.02, f"bfloat16 logprobs are {(got - want).abs().mean():.3f} from float32 on average"
+    assert (got - want).abs().mean() < 0.03, f"bfloat16 logprobs are {(got - want).abs().mean():.3f} from float32 on average"
     weights.save(built, cfg, tmp_path / "again", base=tmp_path / "bf16")
     old, new = everything(tmp_path / "bf16"), everything(tmp_path / "again")
     assert old.keys() == new.keys() and any(".visual." in k for k in old)

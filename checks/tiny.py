@@ -35,7 +35,8 @@ FLASH = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     mhc=True, topk_method="noaux_tc", scoring_func="sigmoid", mla_use_nope=True, indexer_rope_interleave=True,
     moe_layer_freq=1, num_nextn_predict_layers=0)                                        # from mhc on vLLM alone reads them
-FLASH_SPARSE = dict(index_topk=16, layer_types=["linear_attention", "indexed_attention"] * 2)        # real: 3, 7, 11, ... indexed
+# by default layers 3, 7, 11, ... are indexed; after 20 rounds of Sinkhorn and Knopp one more or less would not show
+FLASH_SPARSE = dict(index_topk=16, hc_sinkhorn_iters=3, layer_types=["linear_attention", "indexed_attention"] * 2)
 FLASH_VISION = dict(depth=1, hidden_size=32, num_heads=2, image_size=28, patch_size=14, out_hidden_size=64, intermediate_size=32,
                     projection_intermediate_size=32)
 # parameters that a bfloat16 checkpoint keeps in float32, as transformers' names end
