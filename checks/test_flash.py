@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checks import parallel_worker as worker
 from checks import tiny
-from common import attention, glm5p3_flash, hf_config, kda, lora, names, weights
+from common import attention, glm5p3_flash, hf_config, kda, lora, names, size, weights
 from common.cli import Stop
 
 LENGTHS = [40, 7, 30, 16, 17, 33, 7, 2, 65]              # one packed row; FLASH_SPARSE has index_topk 16, pools of 4
@@ -477,3 +477,19 @@ def test_adapters_that_are_refused(folders, targets, expert_rank, says):
     with pytest.raises(Stop) as stop:
         lora.add(built, cfg, RANK, ALPHA, targets, "each", expert_rank)
     assert says in str(stop.value)
+
+
+@pytest.mark.parametrize("experts, expert_rank", [("each", 4), ("shared", 4), ("each", None), (None, None)])
+def test_the_plan_counts_what_is_built(folders, experts, expert_rank):
+    c = json.loads((folders / "sparse" / "config.json").read_text())
+    cfg, built = worker.model(folders / "sparse")
+    assert sum(size.parameters(c).values()) == sum(p.numel() for p in built.parameters())
+    lora.add(built, cfg, RANK, ALPHA, None, experts, expert_rank)
+    found = sum(p.numel() for p in built.parameters() if p.requires_grad)
+    plan = dict(rank=RANK, targets=lora.FLASH_TARGETS, experts=experts, expert_rank=expert_rank)
+    assert size.adapter(c, **plan)[0] == found == size.adapter_on_gpu(c, **plan, tp=1, ep=1)[0]
+
+
+def test_the_plan_refuses_what_the_trainer_refuses():
+    assert size.layout_problems(size.FLASH, 8, 8, 3) == []                           # 45 layers; a stage may start on any
+    assert "64 linear attention heads do not divide over TP 3" in size.layout_problems(size.FLASH, 3, 8, 1)

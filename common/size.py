@@ -125,30 +125,31 @@ def adapter(c, rank, targets, experts, expert_rank=None):
     return unique + one * own, unique + one * e, tensors + 2 * pairs * own, tensors + 2 * pairs * e
 
 
-def adapter_on_gpu(c, rank, targets, experts, tp, ep, pp=1):
+def adapter_on_gpu(c, rank, targets, experts, tp, ep, pp=1, expert_rank=None):
     """(parameters of the adapter on one rank, as common/lora.py splits it; those of them that belong to one expert each)."""
     c = text(c)
     layers, dense, *_ = kinds(c)
     cut = {"whole": (1, 1), "column": (1, tp), "row": (tp, 1)}
     local = sum(rank * (i / cut[how][0] + o / cut[how][1]) * n for name, (i, o, n, how) in linears(c).items()
                 if name.rpartition(".")[2] in targets)
-    one = len({"gate_proj", "up_proj", "down_proj"} & set(targets)) * rank * (c["hidden_size"] + c["moe_intermediate_size"])
-    routed = one * (layers - dense) * {"each": c["n_routed_experts"] / ep, "shared": 1}.get(experts, 0)
+    one = len({"gate_proj", "up_proj", "down_proj"} & set(targets)) * (c["hidden_size"] + c["moe_intermediate_size"])
+    routed = one * (expert_rank or rank) * (layers - dense) * {"each": c["n_routed_experts"] / ep, "shared": 1}.get(experts, 0)
     share = math.ceil(layers / pp) / layers
     return (local + routed) * share, routed * share if experts == "each" else 0
 
 
 def layout_problems(c, tp, ep, pp):
-    """Sentences on what of the model a trainer layout does not divide, as common/glm5p3.py will say it."""
+    """Sentences on what of the model a trainer layout does not divide, as the trainer will say it."""
     c = text(c)
     n, found = c["num_hidden_layers"], []
+    linear = [("linear attention heads", c["linear_num_heads"], "TP", tp)] if "linear_num_heads" in c else []
     for what, count, by, ranks in (
-            ("attention heads", c["num_attention_heads"], "TP", tp), ("vocabulary rows", c["vocab_size"], "TP", tp),
+            ("attention heads", c["num_attention_heads"], "TP", tp), *linear, ("vocabulary rows", c["vocab_size"], "TP", tp),
             ("routed experts", c["n_routed_experts"], "EP", ep), ("layers", n, "PP", pp)):
         if count % ranks:
             found.append(f"{count:,} {what} do not divide over {by} {ranks}")
     for first in range(n // pp, n, n // pp) if not n % pp else ():
-        if not selects(c)[first]:
+        if selects(c)[first] is False:
             found.append(f"with PP {pp} a stage would start on layer {first}, which reuses an earlier layer's token selection")
     return found
 
