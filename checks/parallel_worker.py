@@ -4,13 +4,13 @@ layout.
     python checks/parallel_worker.py CHECKPOINT OUT RANKS:TPxPPxEP [RANKS:TPxPPxEP ...]       # what is left of the ranks is data
     parallel
 
-Ranks are forked once the imports, most of the time of a short test, are done. Importable too: start, model, packed for one rank.
+Ranks are forked once the imports, most of the time of a short test, are done (with GPUs they are not, and each has one).
+Importable too: start, model, packed for one rank.
 """
+import multiprocessing.connection
 import os
 import shutil
-import signal
 import sys
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from common import cpu  # noqa: E402
+from common.cpu import device  # noqa: E402
 
 cpu.install()
 
@@ -41,7 +42,7 @@ LENGTHS = [[24, 5, 35], [40, 8, 16], [17, 31, 16], [52, 12]]       # four microb
 def start(tp=1, pp=1, ep=1):
     """mcore's groups for this layout; a process that has joined no others is alone."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
                                   create_gloo_process_groups=False)
@@ -61,14 +62,14 @@ def model(folder, tp=1, pp=1, ep=1, dtype=torch.float32, **over):
 def packed(seqs):
     """ids, positions [1, tokens] and PackedSeqParams of one row."""
     lens = [len(s) for s in seqs]
-    cu = torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32)
+    cu = torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32, device=device())
     psp = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lens), max_seqlen_kv=max(lens))
-    return torch.cat(seqs)[None], torch.cat([torch.arange(n) for n in lens])[None], psp
+    return torch.cat(seqs)[None].to(device()), torch.cat([torch.arange(n) for n in lens])[None].to(device()), psp
 
 
 def inside(psp):
     """Which of the row's next-token logprobs [tokens - 1] belong to one sequence."""
-    keep = torch.ones(int(psp.cu_seqlens_q[-1]) - 1, dtype=torch.bool)
+    keep = torch.ones(int(psp.cu_seqlens_q[-1]) - 1, dtype=torch.bool, device=device())
     keep[psp.cu_seqlens_q[1:-1].long() - 1] = False
     return keep
 
@@ -82,7 +83,7 @@ def step(cfg, built, micro, backward):
         lp, entropy = logprobs.logprobs(hidden[0, :-1], built.output_layer.weight, ids[0, 1:], temperature=0.8, chunk=50)
         keep = inside(psp)
         seen.append(lp.detach()[keep])
-        coef = torch.randn(len(lp), generator=torch.Generator().manual_seed(int(ids.sum()))) * keep
+        coef = torch.randn(len(lp), generator=torch.Generator().manual_seed(int(ids.sum()))).to(device()) * keep
         total = (coef * (lp + 0.3 * entropy)).sum() / 10
         return total, {"loss": total.detach()}
 
@@ -119,7 +120,7 @@ def measure(folder, out, tp=1, pp=1, ep=1):
     def note(name, tensors, lps):
         """Each rank's own part of the facts; the test puts them together and checks that copies agree."""
         lps = {f"logprobs.{i}": lp for i, lp in zip(micro, lps)}
-        facts = {k: t.clone().contiguous() for k, t in {**tensors, **lps}.items()}
+        facts = {k: t.cpu().clone().contiguous() for k, t in {**tensors, **lps}.items()}
         save_file(facts, out / f"{name}-{dist.get_rank()}.safetensors")
 
     cfg, built = model(folder, tp, pp, ep)
@@ -155,30 +156,33 @@ def measure(folder, out, tp=1, pp=1, ep=1):
         note(mode, {**{f"adapter.{k}": v for k, v in adapter.items()}, **{f"grad.{k}": v for k, v in grads.items()}}, lps)
 
 
+def rank_of(rank, ranks, layouts, folder, out):
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(Path(out) / f"meeting-{ranks}"), ranks)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=ranks)
+    for layout in layouts:
+        measure(folder, Path(out) / f"{ranks}-{layout}", *map(int, layout.split("x")))
+    sys.stderr.flush()
+    os._exit(0)                              # what is left of the groups would only wait
+
+
 def run(ranks, layouts, folder, out):
-    """Measure `layouts` with `ranks` forked processes; where one fails the others are ended and its traceback is on stderr."""
-    meeting, children = Path(out) / f"meeting-{ranks}", []
-    for rank in range(ranks):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                dist.init_process_group("gloo", store=dist.FileStore(str(meeting), ranks), rank=rank, world_size=ranks)
-                for layout in layouts:
-                    measure(folder, Path(out) / f"{ranks}-{layout}", *map(int, layout.split("x")))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
+    """Measure `layouts` with `ranks` processes; where one fails the others are ended and its traceback is on stderr."""
+    # a forked process cannot use CUDA
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    children = [context.Process(target=rank_of, args=(rank, ranks, layouts, folder, out)) for rank in range(ranks)]
+    for child in children:
+        child.start()
     while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-            raise SystemExit(f"one of {ranks} ranks failed")
+        ended = multiprocessing.connection.wait([child.sentinel for child in children])
+        for child in [child for child in children if child.sentinel in ended]:
+            child.join()
+            children.remove(child)
+            if child.exitcode:
+                for other in children:
+                    other.kill()
+                raise SystemExit(f"one of {ranks} ranks failed")
 
 
 if __name__ == "__main__":

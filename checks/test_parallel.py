@@ -1,5 +1,5 @@
-"""Layouts over several gloo ranks equal one rank, for GLM-5.3 and GLM-5.3-Flash: logprobs, gradients (all weights, adapters),
-files, streamed weights, exported adapter."""
+"""Layouts over several ranks (gloo; with several GPUs NCCL) equal one rank, for GLM-5.3 and GLM-5.3-Flash: logprobs, gradients
+(all weights, adapters), files, streamed weights, exported adapter."""
 import functools
 import os
 import re
@@ -17,6 +17,8 @@ HERE = Path(__file__).resolve().parent
 # ranks - TP x PP x EP; the rest is DP
 GLM5P3 = ["2-2x1x1", "2-1x2x1", "2-1x1x2", "2-2x1x2", "2-1x1x1", "4-2x1x2", "4-2x2x2"]
 FLASH = ["2-2x1x1", "2-1x2x1", "2-1x1x2", "2-2x1x2", "4-2x2x2"]
+if torch.cuda.is_available():
+    GLM5P3, FLASH = ([case for case in cases if int(case[0]) <= torch.cuda.device_count()] for cases in (GLM5P3, FLASH))
 CASES = [*(f"glm5p3/{case}" for case in GLM5P3), *(f"flash/{case}" for case in FLASH)]
 ALL = ["glm5p3/1-1x1x1", "flash/1-1x1x1", *CASES]
 
