@@ -1,7 +1,7 @@
 """What do two right copies differ by? The five-step check on 20 healthy pairs, from which its tolerances come.
 
 python checks/calibrate.py --out results/calibration.json        # 20 minutes on 2 cores
-python checks/calibrate.py --flash --updates 10 --out results/calibration-flash.json         # GLM-5.3-Flash, checked as at a resume
+python checks/calibrate.py --flash --updates 10 --checks 6,6 --out results/calibration-flash.json
 python checks/calibrate.py --no-layouts --dtypes bfloat16        # on a GPU
 
 Pairs differ in seed, model (how large its weights are), adapter (shared or one per expert), prompts, dtype and layout (one
