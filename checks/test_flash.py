@@ -1,6 +1,7 @@
 """GLM-5.3-Flash on megatron-core equals transformers in float32: log-probabilities, gradients, adapters; what is refused."""
 import json
 import shutil
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -203,6 +204,30 @@ def test_linear_attention_gradients():
     assert torch.autograd.gradcheck(kda.kda, (q, k, v, g, beta), fast_mode=True)
     f, A, dt = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 2, 4), (2,), (8,)))
     assert torch.autograd.gradcheck(lambda *x: kda.decay(*x, -5.0), (f, A, dt), fast_mode=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not glm5p3_flash.HAVE_FLA, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
+def test_fla_equals_torch(dtype, tolerance):
+    """Values and gradients of two packed documents, relative to the largest."""
+    heads, d, t = 2, 128, 300
+    g = torch.Generator().manual_seed(0)
+
+    def leaf(*shape, scale=1.0, shift=0.0, kind=torch.float32):
+        return (torch.randn(shape, generator=g) * scale + shift).to("cuda", kind).requires_grad_()
+    own = SimpleNamespace(dim=d, bound=-5.0, A_log=leaf(heads, scale=0.3), dt_bias=leaf(heads * d, scale=0.5, shift=-2),
+                          **{f"{n}_conv1d": leaf(heads * d, 1, 4, scale=0.5) for n in "qkv"})
+    own._sequences = lambda *args: kda.KDA._sequences(own, *args)
+    inputs = [leaf(t, 1, 3 * heads * d, kind=dtype), leaf(t, 1, heads, d, kind=dtype), leaf(t, 1, heads, kind=dtype)]
+    leaves = [*inputs, own.A_log, own.dt_bias, own.q_conv1d, own.k_conv1d, own.v_conv1d]
+    bounds, weight = torch.tensor([0, 70, t], dtype=torch.int32, device="cuda"), leaf(t, 1, heads, d)
+    found = []
+    for core in (kda.KDA._torch, kda.KDA._fla):
+        out = core(own, *inputs, bounds)
+        found.append([out, *torch.autograd.grad((out.float() * weight).sum(), leaves)])
+    for mine, theirs in zip(*found):
+        assert mine.dtype == theirs.dtype and (mine - theirs).abs().max() <= tolerance * mine.abs().max()
 
 
 def test_hyper_connection_gradients(folders):
