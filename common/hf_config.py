@@ -101,6 +101,19 @@ def _flash(file, raw, hf):
     return hf
 
 
+def other_model(folder, kind):
+    """A sentence where the checkpoint in `folder` is of the other model than `kind` (a model_type), else ''. No torch; what
+    cannot be read is left to who reads all of it."""
+    names, file = {"glm_moe_dsa": "GLM-5.3", "glm5_next": "GLM-5.3-Flash"}, Path(folder or "nowhere") / "config.json"
+    try:
+        found = json.loads(file.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    where = "recipes/*_flash_*.py train" if found == "glm5_next" else "those without flash in their name train"
+    return "" if found == kind or found not in names else \
+        f"model folder {folder} holds {names[found]}, but this recipe trains {names[kind]}: {where} {names[found]}"
+
+
 def tensor_files(folder):
     """{tensor name: file name} of a checkpoint folder, from its index or its only file's header."""
     folder = Path(folder)

@@ -34,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, memory, size  # noqa: E402
+from common import cli, fits, hf_config, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -203,6 +203,7 @@ def plan(cfg):
         must(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}, but must not be negative")
     must(all(0 <= beta < 1 for beta in c.betas), f"betas is {c.betas}, but both must be from 0 to below 1")
     must(c.gpus_per_node or c.sampler_tp == 1, f"sampler_tp is {c.sampler_tp}: a sampler on the CPU is one process")
+    must(not (other := hf_config.other_model(c.model, "glm5_next")), other)
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES, size.FLASH)
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
@@ -375,7 +376,7 @@ def main(check_only=False, doc=__doc__):
     from transformers import AutoTokenizer
 
     from checks.logprob_parity import five_steps
-    from common import checkpoint, cluster, hf_config, preflight, rewards, sync
+    from common import checkpoint, cluster, preflight, rewards, sync
     from common.batch import merge
 
     if cfg.rehearse:
