@@ -11,6 +11,7 @@ import multiprocessing.connection
 import os
 import shutil
 import sys
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -157,14 +158,20 @@ def measure(folder, out, tp=1, pp=1, ep=1):
 
 
 def rank_of(rank, ranks, layouts, folder, out):
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(str(Path(out) / f"meeting-{ranks}"), ranks)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=ranks)
-    for layout in layouts:
-        measure(folder, Path(out) / f"{ranks}-{layout}", *map(int, layout.split("x")))
-    sys.stderr.flush()
-    os._exit(0)                              # what is left of the groups would only wait
+    code = 1
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(str(Path(out) / f"meeting-{ranks}"), ranks)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=ranks)
+        for layout in layouts:
+            measure(folder, Path(out) / f"{ranks}-{layout}", *map(int, layout.split("x")))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)                       # what is left of the groups would wait for the others
 
 
 def run(ranks, layouts, folder, out):

@@ -282,7 +282,8 @@ class TrainerRank:
         replica answers with its fingerprint, and the first lead of a node packs it and says where it lies; None on all others."""
         adapter = self.lora["rank"] and not self.merge
         if adapter:
-            tensors, last = lora.export(self.model, self.cfg, self.dtype), True
+            # one rank alone has nothing to send to another: rounded on its way into the buffer
+            tensors, last = lora.export(self.model, self.cfg, self.dtype if self.world > 1 else torch.float32), True
         else:
             self.coming = self.coming or weights.buckets(self.model, self.cfg, self.bucket_bytes, self.merge)
             tensors, last = next(self.coming)
@@ -293,7 +294,7 @@ class TrainerRank:
         if not tensors:
             return None
         header, flat = bundle.pack(tensors, version=version, base=self.base, rank=self.lora["rank"], experts=self.lora["experts"],
-                                 kind="adapter" if adapter else "weights", last=last)
+                                   kind="adapter" if adapter else "weights", last=last, dtype=self.dtype if adapter else None)
         leads = [where.index(node) for node in where if node]      # the first lead of each one's node
         sends = self.rank == leads[0] if self.apart else self.rank in leads
         ticket = self.transport.offer(flat, engines) if sends else None
