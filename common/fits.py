@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from common import cli, memory, size
+from common import cli, memory, size, speed
 
 
 def needs(c, sizes):
@@ -49,10 +49,6 @@ def rows(c, must, sizes, published):
     except cli.Stop as stop:
         must(False, str(stop))
         return []
-    if "linear_num_heads" in size.text(hf):
-        must(False, f"{c.model} is a GLM-5.3-Flash of {sum(size.parameters(hf).values()) / 1e9:.1f}B parameters: what its linear "
-                    "attention takes is not computed yet")
-        return []
     for sentence in size.layout_problems(hf, c.tp, c.ep, c.pp):
         must(False, sentence)
     if c.dtype != "bfloat16":
@@ -78,13 +74,14 @@ def rows(c, must, sizes, published):
         ("a GPU in an update", f"{memory.listed(m.update)}; {m.card / gib:.0f} may be used"),
         ("a GPU while sampling", memory.listed(m.sampling)),
         *([("a GPU in a publish", memory.listed(m.publish))] if m.publish else []),
-        ("KV cache", f"{max(0, m.kv_tokens):,.0f} tokens, {max(0, m.kv_answers):.1f} answers of full length"),
+        ("KV cache", f"{max(0, m.kv_tokens):,.0f} tokens, {max(0, m.kv_answers):.1f} answers of full length"
+                     + (f", each with up to {m.state / 2**20:.0f} MiB for linear attention" if m.state else "")),
         ("host memory of a node", f"{m.host / gib:,.0f} GiB page-locked for the copies that sleep"
                                   + ("" if m.adapter else " and the optimizer") + ", beside the system's"),
         ("a publish", f"{what} to each node, {m.seconds['publish']:.0f} s"),
         ("disk", (f"{m.checkpoints / 1e9:,.0f} GB for {c.keep} + 1 checkpoints" if c.save_every else "no checkpoints")
                  + f", {m.export / 1e9:,.0f} GB for the final " + ("adapter" if m.adapter else "model")),
         ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
-            + f", with {min(memory.ANSWER, c.max_response_tokens):,} tokens an answer and published rates"),
+            + f", with {speed.tokens(c):,} tokens an answer and published rates"),
         ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
             + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]

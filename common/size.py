@@ -19,7 +19,7 @@ FLASH = dict(
     num_hidden_layers=45, first_k_dense_replace=3, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512,
     qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, n_routed_experts=288, num_experts_per_tok=8, n_shared_experts=1,
     index_n_heads=32, index_head_dim=128, index_topk=2048, index_kpool=4, linear_num_heads=64, linear_head_dim=128,
-    linear_conv_kernel_dim=4, hc_mult=4)
+    linear_conv_kernel_dim=4, hc_mult=4, hc_sinkhorn_iters=20)
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
@@ -102,14 +102,36 @@ def parameters(c, mtp=False):
 
 def on_gpu(c, tp, ep, pp=1):
     """(parameters outside the routed experts, in the routed experts) on the fullest rank. What tensor parallelism does not split
-    (the latent down projections, indexer, router, norms) lies whole on each rank."""
+    (the latent down projections, indexer, router, norms, hyper-connections) lies whole on each rank."""
     c = text(c)
     p, (layers, dense, *_) = parameters(c), kinds(c)
-    split = sum(i * o * n for i, o, n, how in linears(c).values() if how != "whole")
+    split = sum(i * o * n for i, o, n, how in linears(c).values() if how != "whole") + single(c)[1]
     body = sum(p.values()) - p["embedding"] - p["head"] - p["routed experts"]
     stage, moe = math.ceil(layers / pp), layers - dense
     ends = p["embedding"] + (p["head"] if pp == 1 else 0)
     return (split / tp + body - split) * stage / layers + ends / tp, p["routed experts"] / ep * min(stage, moe) / moe
+
+
+def single(c):
+    """(whole on each rank, split by tensor parallelism): parameters of Flash that a bfloat16 model holds in float32."""
+    c = text(c)
+    _, _, _, indexers, kda = kinds(c)
+    if not kda:
+        return 0, 0
+    heads, d = c["linear_num_heads"], c["linear_head_dim"]
+    return (parameters(c)["hyper-connections"] + c["index_kpool"] * c["index_head_dim"] * indexers,
+            kda * (3 * heads * d * c["linear_conv_kernel_dim"] + heads * d + heads))
+
+
+def single_on_gpu(c, tp, pp=1):
+    whole, split = single(c)
+    layers = text(c)["num_hidden_layers"]
+    return (whole + split / tp) * math.ceil(layers / pp) / layers
+
+
+def weight_bytes(c, tp, ep, pp=1):
+    """Bytes of a bfloat16 model on the fullest rank."""
+    return 2 * (sum(on_gpu(c, tp, ep, pp)) + single_on_gpu(c, tp, pp))
 
 
 def adapter(c, rank, targets, experts, expert_rank=None):
