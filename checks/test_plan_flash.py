@@ -199,7 +199,7 @@ def test_the_plan_of_lora(flash):
     assert row(lines, "model") == "313.3B parameters, 2,011M in the adapter"
     assert row(lines, "a GPU in an update").startswith("107 GiB: weights 75.5, adapter 1.3, gradients 1.3, optimizer 1.1, ")
     assert "weights 73.5, adapter slots 7.2, CUDA graphs 14.0" in row(lines, "a GPU while sampling")
-    assert row(lines, "KV cache") == "5,411,450 tokens, 528.5 answers of full length, each with up to 53 MiB for linear attention"
+    assert row(lines, "KV cache") == "5,412,831 tokens, 528.6 answers of full length, each with up to 53 MiB for linear attention"
     assert row(lines, "a publish") == "4.02 GB in 73,410 tensors to each node, 28 s"
     assert row(lines, "minutes a step").startswith("about 40 = ")
 
