@@ -255,8 +255,9 @@ def engine(model, lora, longest, tokens):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from eval.engine import Engine
-    made = Engine(str(model), glm=True, cpu=True, dtype="float32", kv_cache_dtype="float32", tp=1, max_model_len=longest + tokens,
-                  max_num_seqs=16, gpu_memory_utilization=0.5, cpu_cache_gb=1, adapter=str(lora), lora_rank=RANK,
+    made = Engine(str(model), model_type="glm_moe_dsa", cpu=True, dtype="float32", kv_cache_dtype="float32", tp=1,
+                  max_model_len=longest + tokens, max_num_seqs=16, gpu_memory_utilization=0.5, cpu_cache_gb=1, adapter=str(lora),
+                  lora_rank=RANK,
                   sampling={"max_tokens": tokens, "temperature": 1.0, "top_p": 0.7})
     try:
         yield made

@@ -145,7 +145,7 @@ def prepare(cfg):
 
     from common import bundle, hf_config, rewards
     model, config = Path(cfg.model), json.loads((Path(cfg.model) / "config.json").read_text())
-    if config.get("model_type") == "glm_moe_dsa":
+    if config.get("model_type") in engine.GLM:
         hf_config.read_config(cfg.model)                     # constants that vLLM would silently take from its own defaults
     try:
         tok = AutoTokenizer.from_pretrained(cfg.model)
@@ -191,7 +191,7 @@ def start(cfg, rows):
     rank = adapter.check(cfg.adapter, cfg.model, cfg.cpu)[0] if cfg.adapter else 0
     config = json.loads((Path(cfg.model) / "config.json").read_text())
     return cluster.start("eval.engine:Engine", "engine", place, [dict(
-        model=str(Path(cfg.model).absolute()), glm=config.get("model_type") == "glm_moe_dsa", cpu=cfg.cpu, dtype=cfg.dtype,
+        model=str(Path(cfg.model).absolute()), model_type=config.get("model_type"), cpu=cfg.cpu, dtype=cfg.dtype,
         kv_cache_dtype=cfg.cache_dtype, tp=cfg.tp, max_model_len=max(len(row["tokens"]) for row in rows) + cfg.max_tokens,
         max_num_seqs=cfg.max_num_seqs, gpu_memory_utilization=cfg.gpu_memory_utilization, cpu_cache_gb=cfg.cpu_cache_gb,
         sampling=cfg.sampling, adapter=cfg.adapter and str(Path(cfg.adapter).absolute()), lora_rank=rank)] * cfg.engines,

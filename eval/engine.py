@@ -7,13 +7,15 @@ from common.cli import Stop
 # with max_tokens, temperature and top_p all that shapes the distribution which is sampled from; vLLM's defaults, said aloud
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
+GLM = ("glm_moe_dsa", "glm5_next")                           # GLM-5.3 and GLM-5.3-Flash
+
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}    # of engines on a GPU; the CPU's are common.vllm_cpu.ENV
 
 
 class Engine:
-    def __init__(self, model, *, glm, cpu, dtype, kv_cache_dtype, tp, max_model_len, max_num_seqs, gpu_memory_utilization,
+    def __init__(self, model, *, model_type, cpu, dtype, kv_cache_dtype, tp, max_model_len, max_num_seqs, gpu_memory_utilization,
                  cpu_cache_gb, sampling, adapter=None, lora_rank=0):
-        """model, adapter: folders; glm: it is a GLM-5.3; sampling: arguments of vLLM's SamplingParams but the seed."""
+        """model, adapter: folders; model_type: config.json's; sampling: arguments of vLLM's SamplingParams but the seed."""
         import torch
 
         from common import vllm_cpu
@@ -22,9 +24,10 @@ class Engine:
         if cpu:
             os.environ.update(vllm_cpu.ENV)                  # before vllm is imported
         import vllm
+        glm, flash = model_type in GLM, model_type == "glm5_next"
         args = dict(model=str(model), dtype=dtype, seed=0, tensor_parallel_size=tp, max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max(max_model_len, 2048), enable_prefix_caching=True,
-                    worker_extension_cls="eval.engine.Placed")
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max(max_model_len, 2048),
+                    enable_prefix_caching=not (cpu and flash), worker_extension_cls="eval.engine.Placed")
         if adapter:
             args |= dict(enable_lora=True, max_lora_rank=lora_rank, max_loras=1, max_cpu_loras=1)
         if tp > 1:                                           # as the recipes' sampler, for the same reasons
@@ -38,6 +41,8 @@ class Engine:
             # vLLM has no word for float32; its "auto" is fp8 for GLM-5.3 on Blackwell, which the check below finds
             args |= dict(gpu_memory_utilization=gpu_memory_utilization,
                          kv_cache_dtype="auto" if kv_cache_dtype == "float32" else kv_cache_dtype)
+            if flash:                                        # as the recipes' sampler
+                args |= dict(worker_cls="common.vllm_flash.Worker", limit_mm_per_prompt={"image": 0, "video": 0})
         try:
             self.llm = vllm.LLM(**args)
         except ValueError as error:
