@@ -17,7 +17,8 @@ otherwise:
     not learned from (overlong filtering) but counts in its group's mean.
  6. Answers are graded by the strict integer grader of common/rewards.py (the published run: DAPO's rule, which rejects
     "Answer: 204.").
- 7. Experts are whole on their rank (expert tensor parallel size 1; published: 2).
+ 7. Experts are whole on their rank (expert tensor parallel size 1; published: 2), so every layer is recomputed (published: core
+    attention and experts).
  8. Router replay: the trainer's tokens take the experts that the sampler chose, the same ones in all four updates of a step.
 
 Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
@@ -86,7 +87,7 @@ class Config:
     pp: int = 1
     sampler_tp: int = 8
     max_tokens_per_micro_batch: int = 8192
-    recompute: str = "selective"             # activations: full, selective (core attention, experts) or none
+    recompute: str = "full"                  # activations: full, selective (core attention, experts; published with ETP 2) or none
     logprob_chunk: int = 1024                # tokens whose logits exist at once: 1,024 x 154,880 / TP 4 x 18 B = 0.7 GB
     bucket_gib: float = 1.0                  # of weights that travel to the sampler at a time
     max_num_seqs: int = 512                  # concurrent requests of one engine; vLLM's linear attention takes at most 1,023
@@ -98,7 +99,7 @@ class Config:
     # bookkeeping
     name: str = "dapo-glm5p3-flash-fullft"           # the run's folder is runs/NAME, below the current directory
     seed: int = 0
-    save_every: int = 0                      # steps; 0 never: a checkpoint is about 10 TB
+    save_every: int = 0                      # steps; 0 never: a checkpoint is about 4 TiB
     keep: int = 3                            # checkpoints
     wandb: str = "offline"                   # off, offline or online
     check: bool = True                       # five-step check before the first step and after a resume
