@@ -87,7 +87,7 @@ class Config:
     pp: int = 1
     sampler_tp: int = 8
     max_tokens_per_micro_batch: int = 8192
-    recompute: str = "full"                  # activations: full, selective (core attention, experts; published with ETP 2) or none
+    recompute: str = "full"                  # activations: full, selective (core attention, experts; published) or none
     logprob_chunk: int = 1024                # tokens whose logits exist at once: 1,024 x 154,880 / TP 4 x 18 B = 0.7 GB
     bucket_gib: float = 1.0                  # of weights that travel to the sampler at a time
     max_num_seqs: int = 512                  # concurrent requests of one engine; vLLM's linear attention takes at most 1,023
