@@ -96,7 +96,8 @@ def save(folder, rank, layout, trainable, optimizer, updates):
     file = _file(folder, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        save_file({k: v.cpu().clone() for k, v in state.items()}, file, {"layout": layout})
+        # a copy of its own: tensors that share memory are refused
+        save_file({k: v.cpu() if v.is_cuda else v.clone() for k, v in state.items()}, file, {"layout": layout})
         with open(file, "rb+") as f:
             os.fsync(f.fileno())
         write_atomic(file.with_suffix(".sha256"), f"{_sha256(file)}  {file.name}\n")
