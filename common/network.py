@@ -1,9 +1,11 @@
 """The hand-off between processes that share neither memory nor a GPU: one trainer rank broadcasts a bundle to every rank of every
 sampler engine, by NCCL from GPU to GPU, by gloo on the CPU, in a process group of their own.
 
-A group is made for one set of engines; another set, one of them started anew, gets another group. Each wait has a limit and ends
-early when the sender gives up or is gone. Then the group is aborted, and the next bundle makes a new one.
+A group is made for one set of engines; another set, one of them started anew, gets another group. Each wait but NCCL's own first
+meeting has a limit and ends early when the sender gives up or is gone. Then the group is aborted, and the next bundle makes a new
+one.
 """
+import contextlib
 import os
 import threading
 import time
@@ -58,21 +60,23 @@ class Network:
             if flat.is_cuda:
                 torch.cuda.set_device(flat.device)           # a new thread begins with the first one
             channel.broadcast(flat, number)
-        except Exception as error:                           # noqa: BLE001 - the receivers say what is wrong; here it ends the group
+        except Exception as error:                           # noqa: BLE001 - told to the receivers, who tell the driver
             channel.lost = error
+            channel.tell(str(error) if isinstance(error, Stop) else f"{type(error).__name__}: {error}")
 
     def release(self):
         """Let go of the buffer. Receivers that still wait for it, because others refused, are told that it does not come."""
-        if self._sending is not None:
-            self._sending.join(GRACE_S)
-            if self._sending.is_alive() or self._channel.lost:
-                self._leave()
-            self._sending = None
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.join(GRACE_S)
+            if sending.is_alive() or self._channel.lost:
+                self._leave(sending)
 
-    def _leave(self):
-        if self._channel is not None:
-            self._channel.give_up(self._sending)
-        self._members = self._channel = None                 # not the server: receivers read there that it is over
+    def _leave(self, sending=None):
+        # not the server: receivers read there that it is over
+        channel, self._members, self._channel = self._channel, None, None
+        if channel is not None:
+            channel.give_up(sending)
 
 
 class Channel:
@@ -123,7 +127,7 @@ class Channel:
     def _look(self, number, sender):
         """Stop if the sender will send nothing any more."""
         if self._signs.check(["given up"]):
-            raise Stop(f"the sender gave bundle {number} up")
+            raise Stop(f"the sender gave bundle {number} up ({self._signs.get('given up').decode()})")
         if sender and self.where.startswith("/") and not Path(f"/proc/{sender}").exists():
             raise Stop(f"the sender of bundle {number}, process {sender}, is gone")
 
@@ -146,15 +150,22 @@ class Channel:
             options._devices = [dist.ProcessGroupGloo.create_default_device()]
         return dist.ProcessGroupGloo(store, self.rank, self.world, options)
 
+    def tell(self, why):
+        """Make the receivers stop waiting."""
+        with contextlib.suppress(dist.DistError):            # its file or server went with the run
+            if not self._signs.check(["given up"]):
+                self._signs.set("given up", why)
+
     def give_up(self, sending=None):
         """End the group. sending: the thread that is in `broadcast`, if one is."""
         self._given_up = True
         if self.rank == SENDER:
-            self._signs.set("given up", "1")
+            self.tell("the publish failed elsewhere")
         if sending is not None:
             sending.join(GRACE_S)
         if self._group is not None:
-            self._group.abort()
+            with contextlib.suppress(RuntimeError):          # what ended it is told already
+                self._group.abort()
             _aborted.append(self._group)
 
 

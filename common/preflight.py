@@ -115,15 +115,18 @@ def unchanged(runs, model, files, here):
         raise cli.Stop(f"{runs} was started with other content in {told}: put that back or use another --name")
 
 
-def check(gpus, model, files, runs, needs=None, idle=IDLE):
-    """Ask every node of the Ray cluster that has GPUs (all when `gpus`, those of a node, is 0) and compare it with this process;
-    Stop names all that differ. needs: bytes of "host memory" and "room in runs/"; idle: share of a GPU that must be free."""
+def check(n, gpus, model, files, runs, needs=None, idle=IDLE):
+    """Ask every node of the Ray cluster that has GPUs (all when `gpus` is 0) and compare it with this process; Stop names all
+    that differ. The run takes n times `gpus` GPUs, on fewer machines where one holds several. needs: bytes of "host memory" for
+    each time and of "room in runs/"; idle: share of a GPU that must be free."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
     start, root, mark = time.time(), str(ROOT), Path(runs).absolute() / f".preflight-{uuid.uuid4().hex}"
     model, files = str(Path(model).absolute()), [str(Path(file).absolute()) for file in files]
     needs = {**(needs or {}), **({"room in /dev/shm": SHM} if gpus else {})}
     nodes = {n["NodeID"]: n["NodeName"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU", 0) >= min(gpus, 1)}
+    if gpus and nodes:
+        gpus, needs = gpus * (times := -(-n // len(nodes))), {**needs, "host memory": needs.get("host memory", 0) * times}
 
     def ask(node):                        # sent as code, not by name: a node without this checkout must be able to say so
         try:

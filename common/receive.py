@@ -58,6 +58,7 @@ class Receiver:
         flat, let_go = take(ticket)
         try:
             verify(header, flat)
+            flat = flat.to(self.device)                      # an offer lies on the node's first GPU
             plan = self._plan(adapters, header, flat, slot)
             plan.write(flat, pick, copy)                     # broadcasts over the experts of a layer
             wanted = dict(zip(plan.slices, checksums(pick(flat, plan.slices.values()))))
@@ -152,11 +153,11 @@ class Receiver:
             return got
 
         for name, module in adapters.modules.items():
-            path = neutral(name)
+            path = from_vllm(name)
             if path.endswith(".experts"):
                 yield from self._expert_places(module, path, pair, header, slot)
                 continue
-            parts = [neutral(p) for p in adapters.packed_modules.get(name, [name])]
+            parts = [from_vllm(p) for p in adapters.packed_modules.get(name, [name])]
             pairs = [pair(p) for p in parts]
             if not any(pairs):
                 module.reset_lora(slot)
@@ -241,7 +242,7 @@ class Plan:
         self.write, self.reader = Scatter(regions, sources, flat), Reader(regions, parts)
 
 
-def neutral(name):
+def from_vllm(name):
     """vLLM's name of a module -> ours: model.layers.0.mlp, language_model.model.layers.0.mlp -> layers.0.mlp"""
     return name.removeprefix("language_model.").removeprefix("model.")
 

@@ -36,7 +36,7 @@ class Bucket(WeightTransferUpdateInfo):
 
 
 class Buckets(WeightTransferEngine[Nothing, Bucket]):
-    """vLLM's side of sync.py's buckets: shared memory on the CPU, CUDA IPC on a GPU."""
+    """vLLM's side of sync.py's buckets."""
     init_info_cls, update_info_cls = Nothing, Bucket
 
     def init_transfer_engine(self, init_info):
@@ -56,7 +56,7 @@ class Buckets(WeightTransferEngine[Nothing, Bucket]):
         try:
             # a copy on this rank's own device: the tensors wait for the rest of their layer, and the sender's buffer, on the
             # first GPU of the node, is soon another bucket's
-            own = flat.to(self.device, copy=True)
+            own = flat if bucket.ticket["way"] == "network" else flat.to(self.device, copy=True)
             verify(header, own)
             weights = views(header, own)
         finally:

@@ -29,6 +29,8 @@ class Scatter:
 
     def __call__(self, flat, pick, copy=torch._foreach_copy_):
         """pick(flat, places): the views of `flat` at the places of the rest; copy(regions, sources)."""
+        if self.table is not None and flat.device != self.table.device:
+            raise ValueError(f"the buffer is on {flat.device}, its places on {self.table.device}")
         if self.rest[0]:
             copy(self.rest[0], pick(flat, self.rest[1]))
         if self.table is not None:

@@ -167,5 +167,6 @@ def _stage(trainer, sampler, version, headers):
 
 
 def node_name():
-    """Which machine this process is on; processes with the same name can share memory."""
-    return os.uname().nodename
+    """Which of the run's nodes this process is on (cluster.start says which, where a machine holds several): processes with the
+    same name can share memory, and GPUs."""
+    return f"{os.uname().nodename} {os.environ.get('RUN_NODE', '')}".strip()

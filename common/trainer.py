@@ -61,7 +61,7 @@ class TrainerRank:
                  experts=None, lora_expert_rank=None, lr=1e-5, warmup_updates=0, weight_decay=0.1, betas=(0.9, 0.999),
                  clip_grad=1.0, max_tokens=8192, temperature=1.0, logprob_chunk=2048, recompute="none", seed=0,
                  te=None, fp8=None, kda_kernels=None, bucket_bytes=1 << 30, optimizer_offload=0.0, precision_aware=False,
-                 replay=False, merge=False, apart=False):
+                 replay=False, merge=False, apart=False, handoff_limit_s=600.0):
         """model: a HF checkpoint folder. lora_rank 0 trains all weights; lora_expert_rank: of the routed experts' adapters. lr is
         reached after `warmup_updates` updates, then constant. max_tokens: tokens of a micro-batch (a longer sequence gets one of
         its own). recompute: a key of RECOMPUTE. te: Transformer Engine's layers instead of torch's, by default where it is
@@ -70,7 +70,7 @@ class TrainerRank:
         weights. optimizer_offload: share of the optimizer's state that lives and steps on the host; precision_aware: keeps it in
         narrower types. replay: a batch may have "routes" (common/replay.py), and its tokens then take those experts. merge: hands
         over all weights with the adapter in them. apart: the sampler has other GPUs, so the weights stay on these and travel over
-        the network."""
+        the network, each bundle within handoff_limit_s."""
         if fp8 and not (glm5p3.HAVE_TE if te is None else te):
             raise Stop(f"fp8 is {fp8!r}: FP8 training needs Transformer Engine, which is not installed or switched off")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -86,7 +86,8 @@ class TrainerRank:
         self.kda_kernels = kda_kernels
         self.coming, self.flips, self.parked = None, [], False
         self.chunk, self.recompute, self.seed, self.updates, self.store = logprob_chunk, recompute, seed, 0, None
-        self.apart, self.transport = apart, sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
+        self.apart, self.handoff_limit_s = apart, handoff_limit_s
+        self.transport = sync.CudaIpc() if torch.cuda.is_available() else sync.SharedMemory()
 
     # -- start -------------------------------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class TrainerRank:
         if self.apart:
             import ray
             here = f"{address}-handoff" if str(address).startswith("/") else ray.util.get_node_ip_address()
-            self.transport = network.Network(here)
+            self.transport = network.Network(here, self.handoff_limit_s)
         tp, pp, ep = self.layout.values()
         if self.world % (tp * pp) or (self.world // pp) % ep:
             raise Stop(f"{self.world} trainer ranks do not divide into TP {tp} x PP {pp} x EP {ep}")
@@ -383,7 +384,8 @@ class TrainerRank:
 
     def save(self, folder):
         """This rank's part of a checkpoint: trainable parameters, optimizer, counters, random state."""
-        if back := self.parked and self.dtype == torch.float32:    # there the masters are the weights themselves
+        # the master of a float32 weight is the weight itself
+        if back := self.parked and any(p.dtype == torch.float32 for _, p in self.trainable):
             self.onload()
         held = [(n, p.parked if self.parked else p) for n, p in self.trainable]
         checkpoint.save(folder, self.rank, f"{self.world} ranks, {self.layout}", held, self.optimizer, self.updates)

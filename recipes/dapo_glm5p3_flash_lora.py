@@ -15,7 +15,8 @@ What differs from the DAPO paper (arXiv 2503.14476), as in the published run unl
  5. Answers are graded by the strict integer grader of common/rewards.py (the published run: DAPO's rule, which rejects
     "Answer: 204.").
  6. kv_b_proj is not adapted (the published run adapts it): vLLM 0.32's MLA attention ignores that adapter in decoding.
- 7. The optimizer of the adapter stays on the GPU (the published run keeps it on the host): so it can be saved.
+ 7. The optimizer of the adapter stays on the GPU (the published run keeps it on the host): so it can be saved. Every layer is
+    recomputed (published: core attention and experts).
 
 Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
 taken token's probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new
@@ -206,6 +207,8 @@ def plan(cfg):
     must(not (other := hf_config.other_model(c.model, "glm5_next")), other)
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES, size.FLASH)
+    must(c.sampler_nodes or not c.gpus_per_node or max(c.ep, c.tp) * c.pp <= c.gpus_per_node,
+         f"EP {c.ep} x PP {c.pp} reaches over nodes of {c.gpus_per_node} GPUs: each needs a whole adapter for its sampler")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     must(not c.gpus_per_node or importlib.util.find_spec("fla"),
          "package fla is missing, the kernels of linear attention: pip install -r requirements.txt")
@@ -312,9 +315,11 @@ def start(cfg, run):
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
         lora_expert_rank=cfg.lora_expert_rank,
+        kda_kernels="fla" if per_node else "torch",
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
-        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart) for r in range(cfg.trainer_ranks)],
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart,
+        handoff_limit_s=cfg.call_limit_s / 2) for r in range(cfg.trainer_ranks)],
         on=nodes[:cfg.nodes], gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)], limits=limits)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
@@ -393,8 +398,8 @@ def main(check_only=False, doc=__doc__):
     saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
-        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, fits.needs(cfg, SIZES),
-                        idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
+        preflight.check(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder,
+                        fits.needs(cfg, SIZES), idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)
     except BaseException:

@@ -314,7 +314,8 @@ def start(cfg, run):
         precision_aware=cfg.precision_aware, bucket_bytes=int(cfg.bucket_gib * 2**30),
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
-        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart) for r in range(cfg.trainer_ranks)],
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart,
+        handoff_limit_s=cfg.call_limit_s / 2) for r in range(cfg.trainer_ranks)],
         # an optimizer on the host steps on its cores: 194 s with one thread, 87 with twelve (published)
         on=nodes[:cfg.nodes], gpus=per_node and 1, limits=limits,
         env={"OMP_NUM_THREADS": "12"} if cfg.optimizer_offload else None)
@@ -397,8 +398,8 @@ def main(check_only=False, doc=__doc__):
     saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
-        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, fits.needs(cfg, SIZES),
-                        idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
+        preflight.check(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder,
+                        fits.needs(cfg, SIZES), idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)
     except BaseException:

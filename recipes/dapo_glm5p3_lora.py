@@ -201,6 +201,8 @@ def plan(cfg):
     must(not (other := hf_config.other_model(c.model, "glm_moe_dsa")), other)
     if c.gpus_per_node and not c.rehearse and not problems:   # sizes are those of a layout that divides
         rows += fits.rows(c, must, SIZES, size.GLM5P3)
+    must(c.sampler_nodes or not c.gpus_per_node or max(c.ep, c.tp) * c.pp <= c.gpus_per_node,
+         f"EP {c.ep} x PP {c.pp} reaches over nodes of {c.gpus_per_node} GPUs: each needs a whole adapter for its sampler")
     must(c.temperature == 1.0, f"temperature is {c.temperature}: the sampler scores prompts at temperature 1 only")
     fits.there(c, must)                                       # machines, packages, model, data, run folder
     return cli.report(rows, problems)
@@ -309,7 +311,8 @@ def start(cfg, run):
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
-        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart) for r in range(cfg.trainer_ranks)],
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart,
+        handoff_limit_s=cfg.call_limit_s / 2) for r in range(cfg.trainer_ranks)],
         on=nodes[:cfg.nodes], gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)], limits=limits)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
@@ -388,8 +391,8 @@ def main(check_only=False, doc=__doc__):
     saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
-        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, fits.needs(cfg, SIZES),
-                        idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
+        preflight.check(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder,
+                        fits.needs(cfg, SIZES), idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)
     except BaseException:

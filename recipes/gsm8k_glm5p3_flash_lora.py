@@ -11,7 +11,8 @@ the published run unless it says otherwise:
  2. 32 prompts x 8 answers a step in one update, rank 32, one adapter for all routed experts of a layer (published: not said).
  3. The loss is the mean over sequences of the mean over their tokens; no length penalty, and cut answers are learned from.
  4. kv_b_proj is adapted: its adapter is merged, so vLLM cannot ignore it.
- 5. Five steps, and held-out problems sampled once each (published: not said). The adapter's optimizer stays on the GPU.
+ 5. Five steps, and held-out problems sampled once each (published: not said). The adapter's optimizer stays on the GPU,
+    and every layer is recomputed (published: on the host; core attention and experts).
 
 Shapes: P prompts, G answers each, B = P x G, N packed response tokens of one micro-batch. logp is the natural log of the
 taken token's probability: logp_rollout from the sampler, logp_old from the trainer before the step's updates, logp_new
@@ -306,9 +307,11 @@ def start(cfg, run):
         rank=r, world=cfg.trainer_ranks, model=cfg.model, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, dtype=cfg.dtype,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets, experts=cfg.lora_experts,
         merge=True, bucket_bytes=int(cfg.bucket_gib * 2**30),
+        kda_kernels="fla" if per_node else "torch",
         lr=cfg.lr, warmup_updates=cfg.warmup_updates, weight_decay=cfg.weight_decay, betas=cfg.betas,
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
-        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart) for r in range(cfg.trainer_ranks)],
+        logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart,
+        handoff_limit_s=cfg.call_limit_s / 2) for r in range(cfg.trainer_ranks)],
         on=nodes[:cfg.nodes], gpus=per_node and 1, limits=limits)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
@@ -387,8 +390,8 @@ def main(check_only=False, doc=__doc__):
     saved = run.folder / "checkpoints"
     try:
         cluster.connect(local=cfg.rehearse)
-        preflight.check(cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder, fits.needs(cfg, SIZES),
-                        idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
+        preflight.check(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node, cfg.model, (cfg.train_data, cfg.eval_data), run.folder,
+                        fits.needs(cfg, SIZES), idle=cfg.gpu_memory_utilization if cfg.rehearse else preflight.IDLE)
         print(f"starting {cfg.trainer_ranks} trainer ranks and {cfg.engines} sampler engines", flush=True)
         trainer, sampler = start(cfg, run)
     except BaseException:
