@@ -2,12 +2,14 @@
 
     python checks/faults.py                     # all of them, minutes on 2 cores; writes results/faults.json
     python checks/faults.py --only rotary       # those whose name holds this word; prints only
+    python checks/faults.py --flash             # GLM-5.3-Flash's own; writes results/faults-flash.json
 
-A real vLLM engine and a real trainer rank in this process, every kind of layer adapted, prompts longer than index_topk. The lists
-are in faults_handoff.py, faults_model.py and, for what needs several processes, faults_parallel.py. lora_B starts at zero, as in
-a new run: what is wrong with the adapter cannot show in step 1. In float32 all must be found where the list says; what the wider
-tolerance of bf16 leaves of that is measured beside it.
+A real vLLM engine and a real trainer rank in this process, every kind of layer adapted, prompts longer than index_topk. The
+lists are in faults_handoff.py, faults_model.py, faults_flash.py and, for what needs several processes, faults_parallel.py.
+lora_B starts at zero, as in a new run: what is wrong with the adapter cannot show in step 1. In float32 all must be found where
+the list says; what the wider tolerance of bf16 leaves of that is measured beside it.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,8 +34,8 @@ from common.trainer import TrainerRank, mpu  # noqa: E402, I001 - first, it prep
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from checks import faults_handoff, faults_model, faults_parallel, logprob_parity  # noqa: E402
-from checks.local import Local  # noqa: E402
+from checks import faults_flash, faults_handoff, faults_model, faults_parallel, localise, logprob_parity  # noqa: E402
+from checks.local import Local, free_worker  # noqa: E402
 from common import lora, sync  # noqa: E402
 from common.batch import merge  # noqa: E402
 from common.sampler import SamplerEngine  # noqa: E402
@@ -50,29 +53,36 @@ NEAR = ("one tensor stays stale: a layer's q_a_proj lora_B", "one expert of one 
 class Config:
     only: str = ""             # faults whose name holds this
     dtype: str = "float32"     # bfloat16: measures, expects nothing
-    out: str = str(ROOT / "results" / "faults.json")
+    flash: bool = False        # GLM-5.3-Flash
+    out: str = ""              # by default results/faults.json or faults-flash.json
 
 
 class Bench:
-    """The engine and two trainer ranks: with an adapter for each expert, and with one for all experts of a layer."""
+    """The engine and two trainer ranks: with an adapter for each expert, and with one for all experts of a layer. whole: one rank
+    that trains all weights, and an engine that takes them."""
 
-    def __init__(self, folder, dtype="float32"):
-        arithmetic.prepare(folder, dtype=dtype, initializer_range=faults_parallel.WEIGHTS[dtype])
-        self.folder, self.dtype, self.trainers, self.clean = Path(folder) / "start", dtype, {}, {}
+    def __init__(self, folder, dtype="float32", flash=False, whole=False):
+        arithmetic.prepare(folder, dtype=dtype, flash=flash, initializer_range=faults_parallel.WEIGHTS[dtype],
+                           **(faults_flash.MODEL if flash else {}))
+        if flash:
+            faults_flash.varied(Path(folder) / "start")
+        self.folder, self.dtype, self.trainers, self.clean, self.whole = Path(folder) / "start", dtype, {}, {}, whole
+        rank, self.expert_rank = 2 * RANK if flash else RANK, RANK
         # 64 tokens a batch: the longest prompt's prefill comes in two pieces
         self.engine = SamplerEngine(self.folder, dtype=dtype, max_model_len=192, max_num_seqs=16, max_num_batched_tokens=64,
-                                    lora_rank=RANK)
+                                    **(dict(weights=True) if whole else dict(lora_rank=rank)))
         self.worker = self.engine.llm.llm_engine.model_executor.driver_worker.worker
         self.layers = self.worker.model_runner.model.model.layers
-        for experts in ("shared", "each"):
+        targets = (*lora.FLASH_TARGETS, "f_b_proj", "g_b_proj") if flash else lora.TARGETS
+        for experts in ("each",) if whole or flash else ("shared", "each"):
             mpu.destroy_model_parallel()
-            t = self.trainers[experts] = TrainerRank(
-                0, 1, self.folder, dtype=dtype, lora_rank=RANK, lora_alpha=int(RANK * faults_handoff.SCALE),
-                lora_targets=lora.TARGETS, experts=experts)
+            adapter = {} if whole else dict(lora_rank=rank, lora_alpha=int(rank * faults_handoff.SCALE), lora_targets=targets,
+                                            experts=experts, lora_expert_rank=self.expert_rank)
+            t = self.trainers[experts] = TrainerRank(0, 1, self.folder, dtype=dtype, bucket_bytes=500_000, **adapter)
             t.load(str(Path(folder) / "rendezvous"))
             self.clean[experts] = [p.detach().clone() for _, p in t.trainable]
         g = np.random.default_rng(3)
-        self.prompts = [g.integers(9, arithmetic.VOCABULARY, n).tolist() for n in (4, 12, 21, 60, 90)]
+        self.prompts = [g.integers(9, arithmetic.VOCABULARY - 6 * flash, n).tolist() for n in (4, 12, 21, 60, 90)]
         self.use("each")
 
     def use(self, experts):
@@ -106,6 +116,8 @@ class Bench:
     def beside(self):
         """Mean |dlogp| of base requests: alone, and in a batch with a request that has an adapter."""
         from vllm import SamplingParams
+        if self.whole:
+            return 0.0
         for _ in range(2):                                               # both slots hold an adapter that does something
             self.trainer.perturb(0.5)
             self.publish()
@@ -164,11 +176,17 @@ def parallel(dtype="float32"):
     return outside([ROOT / "checks" / "faults_parallel.py", dtype])
 
 
-def main():
-    cfg = cli.parse(Config, doc=__doc__)
-    todo = [f for f in FAULTS if cfg.only in f[0] and not (cfg.dtype == "bfloat16" and f[0].startswith("a float32"))]
-    with tempfile.TemporaryDirectory() as folder:
-        b = Bench(folder, cfg.dtype)
+def measured(dtype, flash=False, whole=False, only=""):
+    """({row: mean} of the check without a fault, [what `measure` says of each fault]) on one bench. Stop where the check fails
+    without a fault, or one leaves something behind."""
+    listed = (faults_flash.WHOLE if whole else faults_flash.FAULTS) if flash else FAULTS
+    todo = [f for f in listed if only in f[0] and not (dtype == "bfloat16" and f[0].startswith("a float32"))]
+    if not todo:
+        return {}, []
+    # of Flash's it is not asked which part of an adapter is wrong, which takes most of the time and is tested elsewhere
+    asked = mock.patch.object(localise, "adapter", lambda *_: "not asked") if flash else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, asked:
+        b = Bench(folder, dtype, flash, whole)
         report = b.check()
         if not report["passed"]:
             raise cli.Stop(f"the check fails without a fault: {report['why'][0]}")
@@ -177,18 +195,28 @@ def main():
             found.append(measure(b, healthy, *fault))
             if b.state() != before:
                 raise cli.Stop(f"{fault[0]}: something of this fault was left behind")
-    if not cfg.only:
+    return healthy, found
+
+
+def main():
+    cfg = cli.parse(Config, doc=__doc__)
+    healthy, found = measured(cfg.dtype, cfg.flash, only=cfg.only)
+    if cfg.flash:
+        free_worker()
+        found += measured(cfg.dtype, flash=True, whole=True, only=cfg.only)[1]
+    elif not cfg.only:
         found += parallel(cfg.dtype)
     wrong = [f for f in found if not as_expected(f)]
     print(cli.table([(f["name"], f["found"], f"{f['mean']:.1e}" if "mean" in f else "", f"{f['margin']:.2g}" if f.get("margin")
                       else "", "" if as_expected(f) else f"expected: {f['expected']}") for f in found],
                     ("fault", "found", "mean |dlogp|", "error / tolerance", "")))
+    out = cfg.out or ROOT / "results" / ("faults-flash.json" if cfg.flash else "faults.json")
     if not cfg.only and cfg.dtype == "bfloat16":
-        cli.write_atomic(cfg.out, json.dumps(found))
+        cli.write_atomic(out, json.dumps(found))
     elif not cfg.only:
-        report = {"versions": cli.versions(), "healthy": healthy, "float32": found,
-                  "bfloat16": outside([__file__, "--dtype", "bfloat16", "--out"])}
-        cli.write_atomic(cfg.out, json.dumps(report, indent=1) + "\n")
+        report = {"versions": cli.versions(), "healthy": healthy, "float32": found, "bfloat16": outside(
+            [__file__, "--flash" if cfg.flash else "--no-flash", "--dtype", "bfloat16", "--out"])}
+        cli.write_atomic(out, json.dumps(report, indent=1) + "\n")
     return 1 if wrong and cfg.dtype == "float32" else 0
 
 
