@@ -84,7 +84,8 @@ def test_presets_come_before_explicit_flags():
 @pytest.mark.parametrize("argv, sentence", [
     (["--group-sizes", "8"], "unknown option --group-sizes: the nearest one is --group-size"),
     (["--reherse"], "unknown option --reherse: the nearest one is --rehearse"),
-    (["--zzz"], "unknown option --zzz: the nearest one is --"),
+    (["--zzz"], "unknown option --zzz: --help lists them all"),
+    (["--check", "false"], "--check takes no value: --check or --no-check"),
     (["--group-size", "8.5"], "--group-size: '8.5' is not of type int"),
     (["--group-size"], "--group-size needs a value of type int"),
     (["--group-size", "--check"], "--group-size needs a value of type int"),

@@ -14,7 +14,7 @@ from checks.local import free_worker
 from checks.vllm_engine import answer, engine, gap, make_adapter, prompts, random_adapter, reference
 from common import bundle, sync
 from common.cli import Stop
-from common.receive import Receiver, neutral
+from common.receive import Receiver, from_vllm
 
 TOPK, POOL, E = tiny.FLASH_SPARSE["index_topk"], tiny.FLASH["index_kpool"], tiny.FLASH["n_routed_experts"]
 LIMIT = 1e-5                                      # measured: 4e-6 at most
@@ -140,7 +140,7 @@ def test_names_of_the_class_for_gpus():
     assert name("model.language_model.layers.0.self_attn.forget_gate.f_a_proj.weight") \
         == name("model.language_model.layers.0.self_attn.f_a_proj.weight") \
         == "language_model.model.layers.0.self_attn.f_a_proj.weight"
-    assert neutral("language_model.model.layers.0.self_attn.f_a_proj") == "layers.0.self_attn.f_a_proj"
+    assert from_vllm("language_model.model.layers.0.self_attn.f_a_proj") == "layers.0.self_attn.f_a_proj"
     assert Glm5NextForConditionalGeneration.packed_modules_mapping is PACKED
 
 
@@ -251,7 +251,7 @@ def stored(folder):
     """{neutral name: tensor} of what a trainer sends: all of the checkpoint but its vision tower."""
     from safetensors.torch import load_file
     every = {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
-    return {neutral(k.replace("model.language_model.", "model.")): t for k, t in every.items() if ".visual." not in k}
+    return {from_vllm(k.replace("model.language_model.", "model.")): t for k, t in every.items() if ".visual." not in k}
 
 
 def send(llm, tensors, version, buckets=3):

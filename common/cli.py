@@ -147,6 +147,7 @@ class Run:
                 started["earlier"] = [*old.pop("earlier", []), old]
             self.write_json("versions.json", started)
             self.write_json("config.json", config)
+            (self.folder / "DONE").unlink(missing_ok=True)    # of a run that had ended and goes on for more steps
             self._start_wandb(wandb, config)
             self._metrics = open(self.folder / "metrics.jsonl", "a")
         except BaseException:                                 # a full disk, Ctrl-C: the name stays free

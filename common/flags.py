@@ -44,11 +44,13 @@ def parse(Config, presets=None, doc="", argv=None):
         negated = name.startswith("no_") and hints.get(name[3:]) is bool and name not in names
         name = name[3:] if negated else name
         if name not in names and name not in presets:
-            near = difflib.get_close_matches(name, [*names, *presets, "help"], n=1, cutoff=0.0)[0]
-            raise Stop(f"unknown option {flag}: the nearest one is {_flag(near)}")
+            near = difflib.get_close_matches(name, [*names, *presets, "help"], n=1, cutoff=0.5)
+            raise Stop(f"unknown option {flag}: " + (f"the nearest one is {_flag(near[0])}" if near else "--help lists them all"))
         if hints.get(name, bool) is bool:
             if negated and eq:
                 raise Stop(f"{flag} takes no value")
+            if not eq and argv and argv[0].lower() in ("true", "false"):
+                raise Stop(f"{flag} takes no value: --{name.replace('_', '-')} or --no-{name.replace('_', '-')}")
             on = _convert(flag, value, bool) if eq else not negated
             chosen = [p for p in chosen if p != name] + ([name] if on and name in presets else [])
             if name in names:

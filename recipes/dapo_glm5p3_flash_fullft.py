@@ -321,7 +321,8 @@ def start(cfg, run):
     trainer.ready().load(cluster.meeting(trainer, run.folder))
     trainer.offload()
     sampler.wake()
-    trainer.hint = sampler.hint = "--resume goes on from the newest checkpoint, without one from step 1"
+    trainer.hint = sampler.hint = "--resume goes on from the newest checkpoint, without one from step 1" if cfg.save_every else \
+        "nothing is saved, as save_every is 0: start it anew under another --name"
     return trainer, sampler
 
 
@@ -514,9 +515,9 @@ def main(check_only=False, doc=__doc__):
         if drifted:
             raise cli.Stop(f"sampler and trainer drift apart: mismatch/mean was {', '.join(f'{g:.2g}' for g in drift)} in the "
                            f"last {len(drift)} steps, above {band:.2g}, 4 times what the check measured. "
-                           f"{f'Step {step} is saved' if cfg.save_every else 'Nothing is saved, as save_every is 0'}: "
-                           "--resume repeats the check, which says where they part; mismatch/worst_answer says whether few "
-                           "answers are far off or all a little")
+                           f"{f'Step {step} is saved: --resume' if cfg.save_every else 'Nothing is saved: a new run'}"
+                           " repeats the check, which says where they part; mismatch/worst_answer says whether few answers are "
+                           "far off or all a little")
         if step % cfg.eval_every == 0 or step == cfg.steps:
             run.log(step, evaluate(run, step, sampler, tok, eval_rows, cfg))
 

@@ -12,7 +12,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
-#SBATCH --time=2-00:00:00
+#SBATCH --time=4-00:00:00
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@120
 #SBATCH --output=slurm-%x-%j.log
