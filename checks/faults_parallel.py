@@ -52,7 +52,11 @@ def experts_rotated(rank):
     """Experts counted from the wrong expert parallel rank."""
     from common import lora
     real = lora._gathered
-    return mock.patch.object(lora, "_gathered", lambda t, axis, group: real(t, axis, group).roll(len(t) if axis == 0 else 0, 0))
+
+    def gathered(slices, axes, group):
+        return [whole.roll(len(mine), 0) if axis == 0 else whole
+                for whole, mine, axis in zip(real(slices, axes, group), slices, axes)]
+    return mock.patch.object(lora, "_gathered", gathered)
 
 
 def noise_by_rank(rank):
