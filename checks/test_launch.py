@@ -289,11 +289,12 @@ def test_preflight_between_nodes(tmp_path):
     try:
         alone = drive()
         assert alone.returncode == 0 and re.search(r"preflight: 1 node alike and fit, \d+\.\d s", alone.stdout), alone.stderr
-        nodes.append(start(mounts, f"--address=127.0.0.1:{port} --node-name=n2"))
-        nodes.append(start(f"mount -t tmpfs none {ROOT}/common", f"--address=127.0.0.1:{port} --node-name=n3"))
-        end = time.time() + 90
-        while " of 3 nodes" not in (all_three := drive()).stderr and time.time() < end:
-            pass
+        # one after the other: two that start together may pick the same port
+        for n, before in ((2, mounts), (3, f"mount -t tmpfs none {ROOT}/common")):
+            nodes.append(start(before, f"--address=127.0.0.1:{port} --node-name=n{n}"))
+            end = time.time() + 120
+            while f" of {n} nodes" not in (all_three := drive()).stderr and time.time() < end:
+                pass
     finally:
         for node in reversed(nodes):
             os.killpg(node.pid, signal.SIGTERM)
