@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker as VllmCPUWorker
 
 from common import replay, vllm_cpu
 from common.cli import Stop
+from common.hf_config import FLASH_SPOKEN, SPOKEN
 from common.receive import answered
 
 vllm_cpu.install()
@@ -17,9 +18,7 @@ vllm_cpu.install()
 
 # Constants in transformers, which does not write them into config.json, and for which vLLM takes another value where one is
 # missing (softmax routing, no expert bias, no hyper-connections) or ends without a word of the key.
-WRITTEN = {"glm_moe_dsa": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-           "glm5_next": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "mhc": True, "mla_use_nope": True,
-                         "indexer_rope_interleave": True}}
+WRITTEN = {"glm_moe_dsa": {key: SPOKEN[key] for key in ("scoring_func", "topk_method")}, "glm5_next": FLASH_SPOKEN}
 
 
 class CPUWorker(VllmCPUWorker):
