@@ -217,13 +217,18 @@ def test_shortages_have_both_values():
         ("host memory", "512.0 GiB", "needed: 3,800.0 GiB"), ("room in /dev/shm", "0.1 GiB", "needed: 8.0 GiB")]
 
 
-def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given, seen", [(None, [0, 1]), ("1", [1]), ("1,0", [1, 0]), ("GPU-bb", [1]), ("0,7", [0]), ("", [])])
+def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch, given, seen):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA B300, 580.1, 273408, 272384'\necho 'NVIDIA B300, 580.1, 273408, 5'\n")
+    tool.write_text("#!/bin/sh\necho '0, GPU-aa11, NVIDIA B300, 580.1, 273408, 272384'\n"
+                    "echo '1, GPU-bb22, NVIDIA B300, 580.1, 273408, 5'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     found = preflight.amounts(tmp_path)
-    assert found["gpus"] == [CARD, ("NVIDIA B300", "580.1", 267 << 30, 5 << 20)]
+    assert found["gpus"] == [[CARD, ("NVIDIA B300", "580.1", 267 << 30, 5 << 20)][i] for i in seen]
     assert 0 < found["host memory"] < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") and found["room in runs/"] > 0
 
 

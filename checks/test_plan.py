@@ -513,7 +513,7 @@ def test_a_machine_with_gpus_is_asked_for_memory_and_disk(prepared, monkeypatch)
     from common import fits
     from recipes import dapo_glm5p3_lora as recipe
     monkeypatch.chdir(prepared)
-    monkeypatch.setattr(fits.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(8)])
+    monkeypatch.setattr(fits.gpus, "count", lambda: 8)
     monkeypatch.setattr(fits.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3000 * GIB // 4096}.get)
     monkeypatch.setattr(fits.shutil, "disk_usage", lambda _: SimpleNamespace(free=200e9))
     found = []

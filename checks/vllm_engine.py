@@ -4,10 +4,11 @@ import gc
 import json
 import os
 import re
+import shutil
 
 from common import vllm_cpu
 
-if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+if not shutil.which("nvidia-smi"):
     os.environ.update(vllm_cpu.ENV)
 
 import torch  # noqa: E402

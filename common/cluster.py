@@ -6,7 +6,7 @@ import time
 import uuid
 
 from common.cli import Stop
-from common.group import Group, Host
+from common.group import GPUS, Group, Host
 
 # Actors ask Ray for no GPU and choose their own (see start): Ray must not hide the GPUs from them.
 OWN_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -90,9 +90,9 @@ def start(where, name, place, arguments, on=None, env=None, gpus=0, limits=None,
     call `ready()` on the group before its verbs.
 
     where: "module:Class", built in the actor with the dict as keyword arguments. gpus: how many of its node's GPUs an actor sees,
-    the first actor there the first ones. Trainer ranks and sampler engines share cards, so Ray's own bookkeeping (one owner a
-    GPU) is left out: an actor takes its node's bundle, and CUDA_VISIBLE_DEVICES says the rest. env: environment variables of the
-    actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
+    the first actor there the first ones of those that the node was given (gpus.py). Trainer ranks and sampler engines share
+    cards, so Ray's own bookkeeping (one owner a GPU) is left out: an actor takes its node's bundle and chooses its GPUs itself.
+    env: environment variables of the actors' processes. limits, restarts: as in Group; "start" is the limit of `ready`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -108,7 +108,7 @@ def start(where, name, place, arguments, on=None, env=None, gpus=0, limits=None,
         if gpus:                                             # after those of the bundles before it on the same machine
             first = sum(int(place.bundle_specs[b]["GPU"]) for b in range(bundle) if machine[b] == machine[bundle])
             first += i % per_node * gpus
-            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(str(first + g) for g in range(gpus))}
+            variables |= {GPUS: ",".join(str(first + g) for g in range(gpus))}
         there = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=bundle)
         actor = host.options(num_cpus=0, scheduling_strategy=there, runtime_env={"env_vars": variables}).remote()
         return actor, actor.who.remote(), actor.build.remote(where, arguments[i])

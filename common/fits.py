@@ -4,14 +4,13 @@ start. Computed from the model's config by size.py and memory.py, not measured; 
 `sizes` is memory.colocated (an adapter travels) or memory.whole (all weights do): functions of config.json and the recipe's
 Config.
 """
-import glob
 import importlib.util
 import os
 import re
 import shutil
 from pathlib import Path
 
-from common import cli, memory, size, speed
+from common import cli, gpus, memory, size, speed
 
 
 def needs(c, sizes):
@@ -24,9 +23,9 @@ def needs(c, sizes):
 
 def there(c, must):
     """must(ok, sentence) gets what the run needs and does not find: GPUs, packages, model, data, a free name."""
-    here, gpus = len(glob.glob("/dev/nvidia[0-9]*")), (c.nodes + c.sampler_nodes) * c.gpus_per_node
-    must(gpus == 0 or os.environ.get("RAY_ADDRESS") or gpus <= here,
-         f"{gpus} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
+    here, needed = gpus.count(), (c.nodes + c.sampler_nodes) * c.gpus_per_node
+    must(needed == 0 or os.environ.get("RAY_ADDRESS") or needed <= here,
+         f"{needed} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
     must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
          f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
     for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):
@@ -62,7 +61,7 @@ def rows(c, must, sizes, published):
         must(not (sentence := memory.too_large(what, parts, room)), sentence)
     gib, disk, step = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values())
     gpu_hours = m.hours * (c.nodes + c.sampler_nodes) * c.gpus_per_node
-    if glob.glob("/dev/nvidia[0-9]*"):                        # this machine is a node: then it can be asked
+    if gpus.count():                                          # this machine is a node: then it can be asked
         ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
         must(ram > m.host, f"this node has {ram / gib:,.0f} GiB of memory, the copies that sleep take {m.host / gib:,.0f}")
         must(free > disk, f"{disk / 1e9:,.0f} GB will be written below runs/, {free / 1e9:,.0f} GB are free")

@@ -5,7 +5,10 @@ import importlib
 import os
 import time
 
+from common import gpus
 from common.cli import Stop
+
+GPUS = "RUN_GPUS"         # numbers of the GPUs for an actor, within those that its node was given
 
 
 class Host:
@@ -19,6 +22,8 @@ class Host:
         return os.uname().nodename, ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
 
     def build(self, where, arguments):
+        if GPUS in os.environ:                                # before the class, and torch with it, is imported
+            gpus.take([int(i) for i in os.environ[GPUS].split(",")])
         module, _, name = where.partition(":")
         self.held = getattr(importlib.import_module(module), name)(**arguments)
 

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common import cli
+from common.gpus import named
 
 ROOT = Path(__file__).resolve().parent.parent
 IDLE = 0.95              # of a GPU's memory is free when nobody uses it: the driver takes 1 to 3 %
@@ -47,14 +48,18 @@ def _read(fingerprint, path):
 
 
 def amounts(runs):
-    """What must be enough on a node: its GPUs as (name, driver, bytes, free bytes), and bytes of host memory and disk."""
-    gpus = []
-    if shutil.which("nvidia-smi"):
-        asked = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free",
+    """What must be enough on a node: the GPUs that it was given as (name, driver, bytes, free bytes), and bytes of host memory
+    and disk."""
+    cards, given = [], named()
+    if shutil.which("nvidia-smi"):                            # it lists all, whatever was given
+        asked = subprocess.run(["nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free",
                                 "--format=csv,noheader,nounits"], capture_output=True, text=True)
-        gpus = [line.rsplit(", ", 3) for line in asked.stdout.splitlines() if asked.returncode == 0]
-        gpus = [(name, driver, int(total) << 20, int(free) << 20) for name, driver, total, free in gpus]
-    return {"gpus": gpus, "host memory": _host_memory(), "room in runs/": shutil.disk_usage(runs).free,
+        rows = [line.split(", ") for line in asked.stdout.splitlines() if asked.returncode == 0]
+        if given is not None:                                 # CUDA takes the first letters of a UUID, too
+            rows = [row for name in given for row in rows
+                    if name == row[0] or name.startswith("GPU-") and row[1].startswith(name)]
+        cards = [(name, driver, int(total) << 20, int(free) << 20) for _, _, name, driver, total, free in rows]
+    return {"gpus": cards, "host memory": _host_memory(), "room in runs/": shutil.disk_usage(runs).free,
             "room in /dev/shm": shutil.disk_usage("/dev/shm").free}
 
 
@@ -121,6 +126,8 @@ def check(n, gpus, model, files, runs, needs=None, idle=IDLE):
     each time and of "room in runs/"; idle: share of a GPU that must be free."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    from common.cluster import OWN_DEVICES
     start, root, mark = time.time(), str(ROOT), Path(runs).absolute() / f".preflight-{uuid.uuid4().hex}"
     model, files = str(Path(model).absolute()), [str(Path(file).absolute()) for file in files]
     needs = {**(needs or {}), **({"room in /dev/shm": SHM} if gpus else {})}
@@ -135,7 +142,7 @@ def check(n, gpus, model, files, runs, needs=None, idle=IDLE):
         except ImportError as error:
             return f"unusable ({error})"
 
-    env = {"env_vars": {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}}      # as the actors' (cluster.start)
+    env = {"env_vars": {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", **OWN_DEVICES}}       # as cluster.start's
     mark.touch()
     try:
         task = ray.remote(num_cpus=0, max_retries=0, runtime_env=env)(ask)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, evaluation  # noqa: E402
+from common import cli, evaluation, gpus  # noqa: E402
 from data import dataset  # noqa: E402
 from eval import adapter, engine, folder  # noqa: E402
 
@@ -87,7 +87,7 @@ def plan(cfg):
     must(not c.cpu or c.kv_cache_dtype == "same", f"kv_cache_dtype is {c.kv_cache_dtype!r}: without a GPU only same")
     must(not c.cpu or (c.tp, c.nodes) == (1, 1), f"tp is {c.tp} on {c.nodes} nodes: without a GPU only 1 on 1")
     must(c.nodes < 1 or c.engines % c.nodes == 0, f"{c.engines} engines do not divide over {c.nodes} nodes")
-    here = len(glob.glob("/dev/nvidia[0-9]*"))
+    here = gpus.count()
     must(c.cpu or os.environ.get("RAY_ADDRESS") or (c.nodes == 1 and c.engines * c.tp <= here),
          f"{c.engines} x {c.tp} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here} "
          "(--cpu does without)")

@@ -26,7 +26,6 @@ taken token's probability: logp_rollout from the sampler, logp_old from the trai
 during them.
 """
 import dataclasses
-import glob
 import hashlib
 import importlib.util
 import json
@@ -38,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, hf_config, memory, size  # noqa: E402
+from common import cli, fits, gpus, hf_config, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -367,7 +366,7 @@ def read(path, tok, max_prompt_tokens):
 def main(check_only=False, doc=__doc__):
     cfg = cli.parse(Config, PRESETS, doc)
     if cfg.rehearse:
-        if glob.glob("/dev/nvidia[0-9]*"):
+        if gpus.count():
             cfg.ep = 1
             cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
         print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")

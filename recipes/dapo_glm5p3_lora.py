@@ -23,7 +23,6 @@ taken token's probability: logp_rollout from the sampler, logp_old from the trai
 during them.
 """
 import dataclasses
-import glob
 import hashlib
 import json
 import os
@@ -34,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, fits, hf_config, memory, size  # noqa: E402
+from common import cli, fits, gpus, hf_config, memory, size  # noqa: E402
 from data import dataset  # noqa: E402
 
 
@@ -313,7 +312,7 @@ def start(cfg, run):
         clip_grad=cfg.clip_grad, max_tokens=cfg.max_tokens_per_micro_batch, temperature=cfg.temperature,
         logprob_chunk=cfg.logprob_chunk, recompute=cfg.recompute, seed=cfg.seed, apart=apart,
         handoff_limit_s=cfg.call_limit_s / 2) for r in range(cfg.trainer_ranks)],
-        on=nodes[:cfg.nodes], gpus=per_node and [str(r % per_node) for r in range(cfg.trainer_ranks)], limits=limits)
+        on=nodes[:cfg.nodes], gpus=per_node and 1, limits=limits)
     # the sampler first, then to sleep: at full size the two do not fit the GPUs together
     sampler.ready().sleep()
     trainer.ready().load(cluster.meeting(trainer, run.folder))
@@ -361,7 +360,7 @@ def read(path, tok, max_prompt_tokens):
 def main(check_only=False, doc=__doc__):
     cfg = cli.parse(Config, PRESETS, doc)
     if cfg.rehearse:
-        if glob.glob("/dev/nvidia[0-9]*"):
+        if gpus.count():
             cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
         print("rehearsal: a tiny GLM-5.3 that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
     if not cfg.name and not cfg.resume or check_only and cfg.name == Config.name:
