@@ -20,6 +20,7 @@ from common.cli import Stop
 
 SENDER = 0               # its rank in the group; the engines' ranks follow in the order of the engines
 GRACE_S = 2              # the sender's own end of a broadcast may lag behind the receivers' by this much
+ABORT_S = 60             # the same for NCCL to end its kernel: seconds at most, but it has no limit of its own
 NO_TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"     # 0: where a peer is lost torch would otherwise end the process, the trainer's
 
 
@@ -48,7 +49,7 @@ class Network:
                 where = f"{self.meeting}:{self._server.port}"
             self._members, self._channel, self._number = members, Channel(where, SENDER, first[-1], self.limit_s), 0
         if flat.is_cuda:
-            torch.cuda.synchronize()                         # NCCL reads it on a stream of its own
+            torch.cuda.synchronize(flat.device)              # NCCL reads it on a stream of its own
         self._number += 1
         self._sending = threading.Thread(target=self._send, args=(self._channel, flat, self._number), daemon=True)
         self._sending.start()
@@ -61,7 +62,7 @@ class Network:
                 torch.cuda.set_device(flat.device)           # a new thread begins with the first one
             channel.broadcast(flat, number)
         except Exception as error:                           # noqa: BLE001 - told to the receivers, who tell the driver
-            channel.lost = error
+            channel.lost = True                              # not the error, whose frames hold the buffer
             channel.tell(str(error) if isinstance(error, Stop) else f"{type(error).__name__}: {error}")
 
     def release(self):
@@ -84,13 +85,15 @@ class Channel:
 
     def __init__(self, where, rank, world, limit_s):
         self.where, self.rank, self.world, self.limit_s = where, rank, world, limit_s
-        self.lost, self._group, self._given_up = None, None, False
+        self.lost, self._group, self._work, self._given_up = False, None, None, False
         # signs of life have a client of their own: a wait inside the group blocks the one that it uses
         self._signs = dist.PrefixStore("signs", self._store())
 
     def _store(self):
         if self.where.startswith("/"):
-            return dist.FileStore(self.where, -1)            # -1: the file stays when a member leaves
+            store = dist.FileStore(self.where, -1)           # -1: the file stays when a member leaves
+            store.set_timeout(timedelta(seconds=self.limit_s))
+            return store
         host, _, port = self.where.rpartition(":")
         return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.limit_s))
 
@@ -108,21 +111,27 @@ class Channel:
                     look += 0.1
                     self._look(number, sender)
                 if time.monotonic() > until:
-                    raise Stop(f"{what} within {self.limit_s:g} s, over {'NCCL' if torch.cuda.is_available() else 'gloo'}")
+                    raise Stop(f"{what} within {self.limit_s:g} s, over {'NCCL' if flat.is_cuda else 'gloo'}")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.001)
-        if self._group is None:                              # all are there before the group is made, which cannot be called off
+        if self._group is None:
+            # A group that is being made cannot be called off. So all are there first, and the sender, who may have given up while
+            # the last one came, says when.
             self._signs.set(f"here {self.rank}", "1")
-            everyone = [f"here {rank}" for rank in range(self.world)]
-            wait(lambda: self._signs.check(everyone), f"not all {self.world} members of the hand-off's group met")
-            self._group = self._make()
+            sign = [f"here {rank}" for rank in range(self.world)] if self.rank == SENDER else ["go"]
+            wait(lambda: self._signs.check(sign), f"not all {self.world} members of the hand-off's group met")
+            if self.rank == SENDER:
+                self._signs.set("go", "1")
+            self._group = self._make(flat.is_cuda)
         how = dist.BroadcastOptions()
         how.rootRank = SENDER
         work = self._group.broadcast([flat], how)
+        self._work = work if flat.is_cuda else None
         wait(work.is_completed, f"{flat.numel():,} bytes did not arrive everywhere")
         work.wait()                                          # raises what went wrong
         if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(flat.device).synchronize()
+            self._work = None
 
     def _look(self, number, sender):
         """Stop if the sender will send nothing any more."""
@@ -131,9 +140,9 @@ class Channel:
         if sender and self.where.startswith("/") and not Path(f"/proc/{sender}").exists():
             raise Stop(f"the sender of bundle {number}, process {sender}, is gone")
 
-    def _make(self):
+    def _make(self, nccl):
         store, limit = dist.PrefixStore("group", self._store()), timedelta(seconds=2 * self.limit_s)
-        if torch.cuda.is_available():
+        if nccl:
             before = os.environ.get(NO_TEARDOWN)
             os.environ[NO_TEARDOWN] = "0"                    # read when a group is made, and meant for this one alone
             try:
@@ -157,20 +166,30 @@ class Channel:
                 self._signs.set("given up", why)
 
     def give_up(self, sending=None):
-        """End the group. sending: the thread that is in `broadcast`, if one is."""
-        self._given_up = True
+        """End the group; Stop if NCCL does not let go of the GPU. sending: the thread that is in `broadcast`, if one is."""
         if self.rank == SENDER:
             self.tell("the publish failed elsewhere")
+        self._given_up = True                                # and only then: that thread tells, too
         if sending is not None:
             sending.join(GRACE_S)
         if self._group is not None:
-            with contextlib.suppress(RuntimeError):          # what ended it is told already
-                self._group.abort()
             _aborted.append(self._group)
+            ending = threading.Thread(target=self._abort, daemon=True)
+            ending.start()
+            ending.join(ABORT_S)
+            if ending.is_alive():
+                raise Stop(f"NCCL did not end the hand-off's group within {ABORT_S} s: its kernel may still hold the GPU")
+            if self._work is not None:                       # lets go of the buffer; its next owner's work waits for the kernel
+                self._work.synchronize()
+                self._work = None
+
+    def _abort(self):
+        with contextlib.suppress(RuntimeError):              # what ended it is told already
+            self._group.abort()
 
 
 _joined = None           # this process's Channel
-_aborted = []            # gloo's groups wait, when they are deleted, for what they still had to send to the dead
+_aborted = []            # when it is deleted, gloo's group waits for what it had to send to the dead, NCCL's for its watchdog
 
 
 def receive(ticket, rank, device):
@@ -185,9 +204,10 @@ def receive(ticket, rank, device):
     try:
         _joined.broadcast(flat, ticket["number"], ticket["sender"])
     except BaseException as error:
-        _joined.lost = error
+        _joined.lost = True
         _joined.give_up()
-        if isinstance(error, dist.DistError):                # the store, or the group's connection, went with its process
+        # the store, or the group's connection, went with its process
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise Stop(f"the sender of bundle {ticket['number']} is gone, or another receiver ({str(error).splitlines()[0]})") \
                 from error
         raise
