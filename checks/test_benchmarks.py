@@ -76,3 +76,14 @@ def test_rates_are_those_of_the_whole_model():
     assert found["bytes"] == 2 * found["parameters"] and 0.97 < found["routed_experts_share"] < 0.98
     assert found["seconds"] == pytest.approx(0.31 * found["parameters"] / 1e9)
     assert found["the_plan_says_s"] == pytest.approx(2 * found["parameters"] / (599 * 2 ** 30 / 45))
+
+
+def test_vllms_flash_and_transformers_agree_module_by_module(tmp_path):
+    found = run(tmp_path, "flash_modules.py")
+    assert found["failed"] == [] and list(found["prompts"]) == ["30", "90"]
+    for prompt in found["prompts"].values():
+        assert len(prompt["rows"]) == 52 and {row[1] for row in prompt["rows"]} >= {
+            "embedding", "hc read for attn y", "hc write before ffn", "KDA", "MLA with indexer", "dense", "router logits",
+            "chosen experts", "shared expert", "experts, vLLM's choice", "last hc write and mean", "final norm", "logits"}
+        assert prompt["stand_out"] == [] and all(row[2] < 1e-6 for row in prompt["rows"])
+        assert all(gap["mean"] < 5e-6 for gap in prompt["dlogp"].values())

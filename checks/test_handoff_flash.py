@@ -1,8 +1,15 @@
 """GLM-5.3-Flash from a real trainer rank to a real vLLM engine, in one process: adapters of each family, with a smaller rank for
-the experts, then all weights. test_handoff.py and test_weight_handoff.py hold what does not depend on the model."""
+the experts, then all weights. test_handoff.py and test_weight_handoff.py hold what does not depend on the model.
+
+DTYPE=bfloat16 for a GPU, whose sparse attention takes nothing else. Rounding is then as large as what single small tensors do, so
+a change counts as arrived where the sampler follows the trainer.
+"""
+import os
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.trainer import TrainerRank, mpu  # isort: skip - first, it prepares megatron-core for the CPU
 
@@ -15,8 +22,12 @@ from common.replay import sizes
 from common.sampler import SamplerEngine
 from data import arithmetic
 
-CUDA = torch.cuda.is_available()
-MEAN, MAX = 2e-6, 5e-5                                             # float32: rounding only
+DTYPE = os.environ.get("DTYPE", "float32")
+EXACT, CUDA = DTYPE == "float32", torch.cuda.is_available()
+# float32: rounding only. SIZES: of an adapter's noise, enlarged until it moves the trainer by ENOUGH. RANKS: of an adapter and of
+# the experts', which torch's grouped product takes in whole 16 bytes.
+MEAN, MAX, SIZES, ENOUGH, RANKS = {"float32": (2e-6, 5e-5, (0.5,), 0, (8, 4)),
+                                   "bfloat16": (0.06, 4, (0.5, 3, 12, 48), 0.3, (16, 8))}[DTYPE]
 LINEAR = ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj", "f_b_proj", "g_b_proj"]
 TARGETS = [t for t in (*lora.FLASH_TARGETS, "f_b_proj", "g_b_proj") if not CUDA or t != "kv_b_proj"]
 FAMILIES = {
@@ -37,32 +48,38 @@ WEIGHTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("flash-handoff")
-    arithmetic.prepare(path, flash=True, **(arithmetic.FLASH_CUDA_WIDTHS if CUDA else {}), rms_norm_eps=1e-5)
+    widths = arithmetic.FLASH_CUDA_WIDTHS if CUDA else {} if EXACT else {"initializer_range": 0.02}
+    arithmetic.prepare(path, dtype=DTYPE, flash=True, **widths)
+    if not EXACT:
+        # small weights keep the rounding of a random model small; under so small a head no change would show
+        stored = path / "start/model.safetensors"
+        tensors = load_file(stored)
+        save_file({**tensors, "lm_head.weight": 4 * tensors["lm_head.weight"]}, stored, metadata={"format": "pt"})
     return path / "start"
 
 
 def sampler(folder, **how):
     room, batch = (4096, 1024) if CUDA else (192, 64)              # prompts longer than a batch come in chunks
-    return SamplerEngine(folder, max_model_len=room, max_num_seqs=16, max_num_batched_tokens=batch, gpu_memory_utilization=0.4,
-                         **how)
+    return SamplerEngine(folder, dtype=DTYPE, max_model_len=room, max_num_seqs=16, max_num_batched_tokens=batch,
+                         gpu_memory_utilization=0.3, **how)
 
 
 def rank(folder, tmp_path_factory, **how):
     mpu.destroy_model_parallel()                                   # of the trainer before
-    one = TrainerRank(0, 1, folder, lr=1e-3, **how)
+    one = TrainerRank(0, 1, folder, dtype=DTYPE, lr=1e-3, **how)
     one.load(tmp_path_factory.mktemp("rendezvous") / "file")
     return one
 
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    yield sampler(folder, lora_rank=16, replay=not CUDA)
+    yield sampler(folder, lora_rank=16, replay=True)
     free_worker()
 
 
 @pytest.fixture(scope="module", params=["shared", "each"])
 def trainer(request, folder, tmp_path_factory):
-    yield rank(folder, tmp_path_factory, lora_rank=8, lora_alpha=16, lora_expert_rank=4, lora_targets=TARGETS,
+    yield rank(folder, tmp_path_factory, lora_rank=RANKS[0], lora_alpha=16, lora_expert_rank=RANKS[1], lora_targets=TARGETS,
                experts=request.param, replay=True)
     mpu.destroy_model_parallel()
 
@@ -77,7 +94,7 @@ def publish(trainer, engine):
     return sync.publish(Local(trainer), Local(engine), engine.version + 1)
 
 
-def set_family(trainer, kinds, size=0.5):
+def set_family(trainer, kinds, size=SIZES[0]):
     """Noise in the lora_B of the given kinds of module (None: all), zero in the others."""
     g = torch.Generator().manual_seed(1)
     for key, view in lora.named(trainer.model, trainer.cfg):
@@ -93,8 +110,19 @@ def ask(engine, prompts):
                      "n_prompt": [len(p) for p in prompts]}
 
 
+def on_trainer(trainer, batch):
+    return np.concatenate(merge([trainer.logprobs(batch)], len(batch["tokens"])))
+
+
 def gap(trainer, batch, theirs):
-    return np.abs(np.concatenate(merge([trainer.logprobs(batch)], len(batch["tokens"]))) - np.concatenate(theirs))
+    return np.abs(on_trainer(trainer, batch) - np.concatenate(theirs))
+
+
+def follows(name, theirs, mine):
+    """Does the sampler's change go the trainer's way, and as far?"""
+    along = (theirs @ mine) / (mine @ mine)
+    print(f"{name}: the trainer moved by {np.abs(mine).mean():.1e}, the sampler {along:.2f} of its way")
+    return 0.7 < along < 1.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,21 +130,28 @@ def test_published_equals_trainer(trainer, engine, prompts, family):
     set_family(trainer, [])
     publish(trainer, engine)
     _, batch = ask(engine, prompts)
-    without = engine.score(batch["tokens"], batch["n_prompt"])
-    set_family(trainer, FAMILIES[family])
+    without, base = np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])), on_trainer(trainer, batch)
+    for size in SIZES:
+        set_family(trainer, FAMILIES[family], size)
+        mine = on_trainer(trainer, batch) - base
+        if np.abs(mine).mean() >= ENOUGH:
+            break
     publish(trainer, engine)
-    moved = np.abs(np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])) - np.concatenate(without)).mean()
+    change = np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])) - without
+    assert EXACT or follows(family, change, mine)
+    moved = np.abs(change).mean()
     answers, batch = ask(engine, prompts)
     for theirs in ([a["logp"] for a in answers], engine.score(batch["tokens"], batch["n_prompt"])):
         found = gap(trainer, batch, theirs)
-        assert found.mean() <= min(MEAN, moved / 4) and found.max() <= MAX, \
+        print(f"{family}: gap mean {found.mean():.1e}, max {found.max():.1e}, the adapter of size {size} moves {moved:.1e}")
+        assert found.mean() <= (min(MEAN, moved / 4) if EXACT else MEAN) and found.max() <= MAX, \
             f"{family}: mean {found.mean():.1e}, max {found.max():.1e}, the adapter moves {moved:.1e}"
 
 
 def test_five_steps_pass(trainer, engine, prompts):
     set_family(trainer, [])
-    report = logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype="float32", max_tokens=16,
-                                       version=engine.version, say=lambda *_: None)
+    report = logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=16,
+                                       version=engine.version)
     trainer.onload()
     assert report["passed"], report["why"]
 
@@ -128,15 +163,21 @@ def test_both_hand_on_the_same_states(trainer, engine, prompts):
     assert sorted(mine) == sorted(theirs) == list(range(4))
     for layer in mine:
         a, b = np.array(mine[layer]), np.array(theirs[layer])
-        assert a.shape == b.shape and np.abs(a - b).max() < 1e-4 * np.abs(a).max() and np.abs(a).max() > 0.1
+        assert a.shape == b.shape and np.abs(a).max() > 0.1
+        if EXACT:
+            assert np.abs(a - b).max() < 1e-4 * np.abs(a).max()
+        else:
+            print(f"layer {layer}: the states part by {np.linalg.norm(a - b) / np.linalg.norm(a):.1e} of their norm")
+            assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
 
 
-@pytest.mark.skipif(CUDA, reason="the CPU worker's routes")
 def test_routes_are_the_trainers_own(trainer, engine, prompts):
     answers, batch = ask(engine, prompts)
     assert [a["routes"].shape for a in answers] == [(len(t) - 1, 3, 2) for t in batch["tokens"]]
-    told = trainer.logprobs({**batch, "routes": [a["routes"] for a in answers]})
-    assert np.abs(np.concatenate(merge([told], 3)) - np.concatenate([a["logp"] for a in answers])).max() <= MAX
+    told = gap(trainer, {**batch, "routes": [a["routes"] for a in answers]}, [a["logp"] for a in answers])
+    own = gap(trainer, batch, [a["logp"] for a in answers])
+    print(f"gap mean {told.mean():.1e} with the sampler's routes, {own.mean():.1e} with the trainer's own")
+    assert told.max() <= MAX and told.mean() <= MEAN
     assert sizes(engine.hf) == dict(layers=3, k=2, experts=8)
 
 
@@ -171,21 +212,31 @@ def whole(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def merging(folder, tmp_path_factory):
-    yield rank(folder, tmp_path_factory, bucket_bytes=500_000, lora_rank=8, lora_alpha=16, lora_expert_rank=4,
+    yield rank(folder, tmp_path_factory, bucket_bytes=500_000, lora_rank=RANKS[0], lora_alpha=16, lora_expert_rank=RANKS[1],
                lora_targets=TARGETS, experts="each", merge=True)
     mpu.destroy_model_parallel()
 
 
 def shows_until_it_is_published(trainer, engine, prompts, size, only):
-    publish(trainer, engine)
+    told = publish(trainer, engine)
     _, batch = ask(engine, prompts)
-    assert gap(trainer, batch, engine.score(batch["tokens"], batch["n_prompt"])).mean() <= MEAN
+    before, base = np.concatenate(engine.score(batch["tokens"], batch["n_prompt"])), on_trainer(trainer, batch)
+    assert np.abs(before - base).mean() <= MEAN
     trainer.perturb(size, seed=1, only=only)
+    moved = on_trainer(trainer, batch)
     stale = gap(trainer, batch, engine.score(batch["tokens"], batch["n_prompt"])).mean()
-    publish(trainer, engine)
-    agree = gap(trainer, batch, engine.score(batch["tokens"], batch["n_prompt"]))
+    changed = publish(trainer, engine)
+    after = np.concatenate(engine.score(batch["tokens"], batch["n_prompt"]))
+    agree, mine = np.abs(after - moved), moved - base
     trainer.restore_adapter()
-    assert stale > max(20 * MEAN, 10 * agree.mean()), f"the change moves {stale:.1e}, left {agree.mean():.1e}"
+    assert any(told["checksums"][key] != value for key, value in changed["checksums"].items())
+    if EXACT:
+        assert stale > max(20 * MEAN, 10 * agree.mean()), f"the change moves {stale:.1e}, left {agree.mean():.1e}"
+    elif np.abs(mine).mean() >= ENOUGH:
+        assert follows(only, after - before, mine)
+    else:
+        print(f"{only}: the trainer moved by {np.abs(mine).mean():.1e}, which rounding may hide; gap {stale:.1e}, then "
+              f"{agree.mean():.1e}")
     assert agree.mean() <= 2 * MEAN and agree.max() <= MAX, f"{agree.mean():.1e}, {agree.max():.1e}"
 
 

@@ -156,7 +156,9 @@ CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_siz
                    num_key_value_heads=16, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
                    v_head_dim=256, index_head_dim=128, index_topk=2048, max_position_embeddings=4096,
                    initializer_range=0.02)
-FLASH_CUDA_WIDTHS = {**CUDA_WIDTHS, **dict(qk_nope_head_dim=256, qk_rope_head_dim=0, linear_num_heads=16, linear_head_dim=128)}
+# Linear attention with the heads of one of the real model's 8 tensor ranks: vLLM makes its cache blocks as large as their states,
+# 640 tokens here, and a prefill that comes in smaller pieces would lose pools of the indexer (common/sampler.py).
+FLASH_CUDA_WIDTHS = {**CUDA_WIDTHS, **dict(qk_nope_head_dim=256, qk_rope_head_dim=0, linear_num_heads=8, linear_head_dim=128)}
 
 
 def prepare(folder, seed=0, dtype="float32", flash=False, **changes):
