@@ -125,8 +125,8 @@ class Worker(Receiver):
         return {}
 
 
-if os.environ.get(ROUTER) == "bfloat16" and __name__ != "__main__":
-    # vLLM imports this file before it builds the model
+if os.environ.get(ROUTER) == "bfloat16" and __name__ == "checks.flash_modules":
+    # so vLLM imports this file, before it builds the model
     import torch as _torch
 
     from common import vllm_flash
@@ -227,7 +227,7 @@ def modules(seen, hf):
                 yield i, "picks", {"": as_mask(seen[f"{i}.picks"], n)}, \
                     lambda model, get, i=i, layer=layer: [as_mask(picked(layer(model), get(f"{i}.attention.in")), n)]
                 yield i, "MLA, vLLM's picks", {"": f"{i}.attention.out"}, lambda model, get, i=i, layer=layer: [
-                    attention(layer(model), get(f"{i}.attention.in"), get(f"{i}.picks"))]
+                    attention(layer(model), get(f"{i}.attention.in"), get(f"{i}.picks").long())]
         x = lambda get, i=i: get(f"{i}.mlp.in")                                                                  # noqa: E731
         if hf.mlp_layer_types[i] == "dense":
             yield i, "dense", {"": f"{i}.mlp.out"}, lambda model, get, x=x, layer=layer: [layer(model).mlp(x(get))]
@@ -326,8 +326,9 @@ def main():
             engine._rpc("record_start")
             theirs = engine.score([tokens], [1])[0]
             engine._rpc("record_stop", str(path))
-            say(f"{len(tokens)} tokens, index_topk {engine.hf.index_topk}, router {cfg.router}")
             seen = load_file(path)
+            result["router_answers_in"] = {str(t.dtype) for name, t in seen.items() if name.endswith("gate.out")}.pop()
+            say(f"{len(tokens)} tokens, index_topk {engine.hf.index_topk}, router {result['router_answers_in']}")
             if len(seen["norm.in"]) != len(tokens):
                 raise cli.Stop(f"the prefill of {len(tokens)} tokens came in pieces of {len(seen['norm.in'])} at most")
             rows, failed = compare(seen, models, engine.hf, say)

@@ -87,3 +87,19 @@ def test_vllms_flash_and_transformers_agree_module_by_module(tmp_path):
             "chosen experts", "shared expert", "experts, vLLM's choice", "last hc write and mean", "final norm", "logits"}
         assert prompt["stand_out"] == [] and all(row[2] < 1e-6 for row in prompt["rows"])
         assert all(gap["mean"] < 5e-6 for gap in prompt["dlogp"].values())
+
+
+def test_attention_at_given_picks(tmp_path):
+    """What vLLM's CPU class does not record: transformers' own picks give its own attention, others another."""
+    from checks import flash_modules, tiny
+    tiny.flash_checkpoint(tmp_path, **tiny.FLASH_SPARSE)
+    layer = flash_modules.load(tmp_path, torch.float64, "cpu").model.language_model.layers[1]
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        picks = flash_modules.picked(layer, x)
+        own = flash_modules.attention(layer, x)
+        assert torch.equal(flash_modules.attention(layer, x, picks.long()), own)
+        assert not torch.equal(flash_modules.attention(layer, x, picks.long().clamp(max=20)), own)
+    mask = flash_modules.as_mask(picks, 50)
+    assert mask[10].tolist() == [True] * 11 + [False] * 39, "all that there is"
+    assert mask[49].sum() == 16 + 2, "index_topk, and two of a pool of 4 that is not complete"
