@@ -42,7 +42,7 @@ class Worker(VllmWorker):
         super().__init__(*args, **kwargs)
 
 
-@torch.no_grad()
+@torch.inference_mode()                      # vLLM made these tensors at such a pass, and lets only such a one change them
 def refresh(llm):
     """Compute again, in place, what vLLM derives from weights at the first pass and keeps: after a reload it would stay that of
     the old weights, in captured graphs too."""
