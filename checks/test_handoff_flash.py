@@ -180,7 +180,7 @@ def test_routes_are_the_trainers_own(trainer, engine, prompts):
     told = gap(trainer, {**batch, "routes": [a["routes"] for a in answers]}, [a["logp"] for a in answers])
     own = gap(trainer, batch, [a["logp"] for a in answers])
     print(f"gap mean {told.mean():.1e} with the sampler's routes, {own.mean():.1e} with the trainer's own")
-    assert told.max() <= MAX and told.mean() <= MEAN and (EXACT or told.mean() < own.mean())
+    assert told.max() <= MAX and told.mean() <= MEAN and (told.mean() < own.mean() or not CUDA)
     assert sizes(engine.hf) == dict(layers=3, k=2, experts=8)
 
 
