@@ -132,6 +132,7 @@ class Channel:
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
             self._work = None
+            self._look(number, sender)                       # NCCL's receiver is also done when the sender gave up in the middle
 
     def _look(self, number, sender):
         """Stop if the sender will send nothing any more."""
