@@ -143,7 +143,7 @@ def die(i, part):
 
 
 @pytest.mark.parametrize("change, sentence", [(lose, "1 tensors never arrived: model.layers.1.mlp.experts.3.up_proj.weight"),
-                                              (misshape, r"layers.1.self_attn.o_proj.weight of shape \((127, 128|511, 4096)\) does not fit"),
+                                              (misshape, r"layers.1.self_attn.o_proj.weight of shape \(\d+, \d+\) does not fit"),
                                               (invent, "layers.0.self_attn.rotary.weight of shape .* does not fit"),
                                               (repeat, "norm.weight twice"),
                                               (die, "the trainer stopped")])

@@ -131,6 +131,8 @@ PRESETS = {"rehearse": dict(
     logprob_chunk=2048, max_num_seqs=128, save_every=5,
     max_mismatch=1e-3, name="")}
 # what a GPU holds, for the plan
+if gpus.count():                         # a wider model in bfloat16 on one GPU, where trainer and sampler take turns
+    PRESETS["rehearse"] |= dict(gpus_per_node=1, dtype="bfloat16", gpu_memory_utilization=0.3, max_mismatch=Config.max_mismatch)
 SIZES = functools.partial(memory.whole, problems=1319)
 
 
@@ -359,8 +361,6 @@ def read(path, tok, max_prompt_tokens):
 def main(check_only=False, doc=__doc__):
     cfg = cli.parse(Config, PRESETS, doc)
     if cfg.rehearse:
-        if gpus.count():
-            cfg.gpus_per_node, cfg.dtype, cfg.gpu_memory_utilization, cfg.max_mismatch = 1, "bfloat16", 0.3, Config.max_mismatch
         print("rehearsal: a tiny Flash that adds two numbers; model, lengths, batch, rank and layout are smaller than real")
     if not cfg.name and not cfg.resume or check_only and cfg.name == Config.name:
         cfg.name = time.strftime("check-%m%d-%H%M%S" if check_only else "rehearse-%m%d-%H%M%S")   # a folder of its own
