@@ -212,6 +212,19 @@ def test_resume_refuses_another_config(tmp_path, recipe):
     assert json.loads((resumed.folder / "config.json").read_text())["steps"] == 40
 
 
+def test_resume_says_what_changes_and_refuses_another_script(tmp_path, recipe, monkeypatch, capsys):
+    start(tmp_path, steps=20)
+    start(tmp_path, resume=True, steps=20)
+    assert capsys.readouterr().out == ""
+    start(tmp_path, resume=True, steps=40)
+    assert capsys.readouterr().out == f"{tmp_path}/runs/a goes on with steps 20 -> 40\n"
+    other = recipe.with_name("recipes.py")
+    other.write_text("")
+    monkeypatch.setattr(sys, "argv", [str(other)])
+    with pytest.raises(Stop, match="runs/a was started by recipe.py: recipes.py does not go on with it, give it another --name"):
+        start(tmp_path, resume=True, steps=40)
+
+
 def test_a_disk_that_is_full_at_the_start_leaves_the_name_free(tmp_path, recipe, monkeypatch):
     def full(source, folder, **_):
         raise OSError(28, "No space left on device", str(source), None, str(folder))

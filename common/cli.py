@@ -106,8 +106,8 @@ def _read_json(path):
 class Run:
     """The folder runs/NAME of one run: config.json, versions.json, the recipe's source, metrics.jsonl, wandb.
 
-    Raises Stop when the folder exists and `resume` is off, or when `resume` is on and the folder is missing or its config
-    differs in a field outside MAY_CHANGE. `wandb` is off, offline or online."""
+    Raises Stop when the folder exists and `resume` is off, or when `resume` is on and the folder is missing, another script's, or
+    its config differs in a field outside MAY_CHANGE. `wandb` is off, offline or online."""
 
     def __init__(self, cfg, name, resume=False, wandb="offline", root="runs"):
         self.name, self.folder, self._wandb = name, Path(root) / name, None
@@ -134,6 +134,12 @@ class Run:
             if changed:
                 told = ", ".join(f"{k} {old.get(k)} -> {config.get(k)}" for k in changed)
                 raise Stop(f"{self.folder} was started with another config ({told}): undo that or use another --name")
+            source, started = Path(sys.argv[0]), sorted(self.folder.glob("*.py"))
+            if source.is_file() and started and not any(p.name.startswith(f"{source.stem}.") for p in started):
+                raise Stop(f"{self.folder} was started by {started[0].name}: {source.name} does not go on with it, "
+                           "give it another --name")
+            if told := [f"{k} {old[k]} -> {v}" for k, v in config.items() if k in old and k != "resume" and old[k] != v]:
+                print(f"{self.folder} goes on with {', '.join(told)}")
         self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -82,5 +82,5 @@ def rows(c, must, sizes, published):
                  + f", {m.export / 1e9:,.0f} GB for the final " + ("adapter" if m.adapter else "model")),
         ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
             + f", with {speed.tokens(c):,} tokens an answer and published rates"),
-        ("hours", f"about {m.hours:.0f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
+        ("hours", f"about {m.hours:.{1 if m.hours < 10 else 0}f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
             + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
