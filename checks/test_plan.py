@@ -368,7 +368,7 @@ def row(lines, name):
 
 def test_the_published_layout_fits_b300s(prepared):
     code, lines = plan(prepared, "--gpu-price", "5")
-    assert (code, lines[-1]) == (0, "plan: OK") and len(lines) == 19
+    assert (code, lines[-1]) == (0, "plan: OK") and len(lines) == 20
     assert row(lines, "model") == "743.4B parameters, 263M in the adapter"
     assert row(lines, "a GPU in an update").startswith("195 GiB: weights 175.6, adapter 0.7, gradients 0.7, optimizer 0.3, ")
     assert row(lines, "a GPU in an update").endswith("; 254 may be used")
@@ -379,6 +379,8 @@ def test_the_published_layout_fits_b300s(prepared):
     assert row(lines, "disk") == "157 GB for 3 + 1 checkpoints, 61 GB for the final adapter"
     # 2,048 answers on 4 x 32 places are 16 rounds of 4,460 tokens at 11/s; 9.44M tokens on 32 GPUs at 345/s and 71/s
     assert row(lines, "minutes a step").startswith("about 192 = sample 108.1 + score 14.3 + update 69.3 + move 0.4 + publish 0.2")
+    # 3 publishes of 11.1 s, 2 turns of 22.7 s, 2 x 128 tokens at 11/s
+    assert row(lines, "five-step check") == "about 102 s before the first step, 0.9 % of one"
     assert row(lines, "hours").endswith("2,185 GPU-hours, $10,926 at $5")
 
 

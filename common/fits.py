@@ -60,6 +60,8 @@ def rows(c, must, sizes, published):
     for what, parts, room in moments:
         must(not (sentence := memory.too_large(what, parts, room)), sentence)
     gib, disk, step = memory.GIB, m.checkpoints + m.export, sum(m.seconds.values())
+    # the check's publishes, its two turns of the trainer, and twice 128 tokens of a few answers at once
+    check = 3 * m.seconds["publish"] + 2 * m.seconds.get("move", 0) + 2 * min(128, c.max_response_tokens) / speed.of(hf).request
     gpu_hours = m.hours * (c.nodes + c.sampler_nodes) * c.gpus_per_node
     if gpus.count():                                          # this machine is a node: then it can be asked
         ram, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shutil.disk_usage(".").free
@@ -82,5 +84,6 @@ def rows(c, must, sizes, published):
                  + f", {m.export / 1e9:,.0f} GB for the final " + ("adapter" if m.adapter else "model")),
         ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
             + f", with {speed.tokens(c):,} tokens an answer and published rates"),
+        ("five-step check", f"about {check:.0f} s before the first step, {100 * check / step:.1f} % of one" if c.check else "none"),
         ("hours", f"about {m.hours:.{1 if m.hours < 10 else 0}f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
             + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]
