@@ -96,12 +96,13 @@ class Receiver:
     @answered
     def trace_start(self):
         """Watch the layers: `trace_stop` answers {layer: projections of the residual stream after it}."""
+        from vllm.distributed import tensor_model_parallel_all_reduce
         model = self.model_runner.model
         layers = dict(enumerate(getattr(model, "language_model", model).model.layers))
 
         def stream(output):
-            if len(output) == 2:                             # output and residual are added later
-                return output[0] + output[1]
+            if len(output) == 2:                             # added later: this rank's part of the output, and the residual
+                return tensor_model_parallel_all_reduce(output[0]) + output[1]
             x, residual, post, comb = output                 # Flash: its streams are mixed in the next layer; here, their mean
             return x if post is None else layers[0].hc_post(x, residual, post, comb).mean(1)
         self.tracing = Trace(layers, stream)

@@ -48,12 +48,12 @@ class SamplerEngine:
             args |= dict(weight_transfer_config={"backend": "buckets"},
                          worker_extension_cls="common.receive_weights.WeightReceiver")
         if tp > 1:
-            # processes of its own, also inside a Ray actor; and the reduction that rounds like everybody else's
+            # processes of its own, also inside a Ray actor; and the reduction that rounds like everybody else's (all_reduce.py)
             args |= dict(distributed_executor_backend="mp", enable_expert_parallel=True, disable_custom_all_reduce=True)
         if cuda:
             # "auto" would choose an fp8 cache for this model on Blackwell, without a word
             args |= dict(gpu_memory_utilization=gpu_memory_utilization, enable_sleep_mode=not apart,
-                         kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto")
+                         kv_cache_dtype="bfloat16" if dtype == "bfloat16" else "auto", worker_cls="common.all_reduce.Worker")
             if flash:
                 # no image or video will come, so the vision tower is not loaded
                 args |= dict(worker_cls="common.vllm_flash.Worker", limit_mm_per_prompt={"image": 0, "video": 0})

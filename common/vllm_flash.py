@@ -9,7 +9,8 @@ import torch
 from vllm import ModelRegistry
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.glm5next.common import model
-from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+from common import all_reduce
 
 # vLLM's projection: the checkpoint's, in the order in which it concatenates them. vLLM's class knows the first of them only, and
 # refuses adapters on the others' parts.
@@ -33,8 +34,8 @@ class Glm5NextForConditionalGeneration(model.Glm5NextForConditionalGeneration):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
-class Worker(VllmWorker):
-    """Handed to vLLM as worker_cls where it drives GPUs: every worker process has the class above before it builds the model."""
+class Worker(all_reduce.Worker):
+    """Every worker process has the class above before it builds the model."""
 
     def __init__(self, *args, **kwargs):
         ModelRegistry.models.pop("Glm5NextForConditionalGeneration", None)
