@@ -68,7 +68,7 @@ class World:
         return f"{self.w}"
 
 
-def run(monkeypatch, dtype="float32", **faults):
+def run(monkeypatch, dtype="float32", sampler_fp8="none", **faults):
     world, said = World(**faults), []
 
     def publish(trainer, sampler, version):
@@ -78,7 +78,8 @@ def run(monkeypatch, dtype="float32", **faults):
                 "checksums": {f"{path}.lora_{side}": version * faults.get("moving", 1)
                               for path in ["layers.0.self_attn.o_proj"][:faults.get("sent", 1)] for side in "AB"}}
     monkeypatch.setattr(sync, "publish", publish)
-    report = five_steps(Local(world), Local(world), [[1, 2], [3]], dtype=dtype, max_tokens=20, version=0, say=said.append)
+    report = five_steps(Local(world), Local(world), [[1, 2], [3]], dtype=dtype, max_tokens=20, version=0, say=said.append,
+                        sampler_fp8=sampler_fp8)
     assert said[-1].startswith("five-step check: ") and world.awake == "sampler"
     return report
 
@@ -88,8 +89,8 @@ def test_tolerances_are_those_of_the_calibration():
     found = json.loads((Path(__file__).resolve().parent.parent / "results" / "calibration.json").read_text())
     assert len(found["pairs"]) == 20 and all(pair["passed"] == pair["checks"] for pair in found["pairs"])
     assert found["summary"]["bfloat16"]["checks"] >= 300, "none of 300: false alarms are below 1 % with 95 % confidence"
-    for dtype, (mean, single) in TOLERANCE.items():
-        seen = found["summary"][dtype]
+    for dtype, seen in found["summary"].items():
+        mean, single = TOLERANCE[dtype]
         assert seen["tolerance"] == [mean, single] and single > 1.5 * seen["largest_max"] and seen["largest_margin"] < 0.9
 
 
@@ -142,6 +143,27 @@ def test_one_stale_engine_of_eight_does_not_hide_behind_the_others_in_bf16(monke
     assert any("step 5 (agree again, decode): engine 5 of 8" in why for why in report["why"])
     row = next(r for r in report["rows"] if r["what"] == "agree again, prefill")
     assert row["mean"] < 0.06 and row["engines"][5] > 0.3 > 0.02 > max(row["engines"][:5] + row["engines"][6:])
+
+
+@pytest.mark.parametrize("quantized", ["fp8", "fp8_per_block"])
+def test_an_fp8_sampler_may_be_further_away_and_a_stale_engine_still_shows(monkeypatch, quantized):
+    """0.05 nats in every token. In bf16 that is a fault."""
+    how = dict(dtype="bfloat16", max_tokens=128)
+    assert not engines(monkeypatch, 2, 0.05, **how)[0]["passed"]
+    healthy, _ = engines(monkeypatch, 8, 0.05, sampler_fp8=quantized, **how)
+    assert healthy["passed"] and healthy["tolerance"] == [0.15, 20.0], healthy["why"]
+    moved = next(r["mean"] for r in healthy["rows"] if r["what"] == "change, trainer alone")
+    assert 0.45 <= moved <= 0.9, "three limits to six"
+    assert not engines(monkeypatch, 2, 0.2, sampler_fp8=quantized, **how)[0]["passed"]
+    report, _ = engines(monkeypatch, 8, 0.05, stale=5, sampler_fp8=quantized, **how)
+    for what in ("agree again, prefill", "agree again, decode"):
+        assert any(f"step 5 ({what}): engine 5 of 8" in why for why in report["why"]), report["why"]
+
+
+def test_an_fp8_sampler_that_takes_half_of_a_change_fails(monkeypatch):
+    assert run(monkeypatch, "bfloat16", sampler_fp8="fp8")["passed"]
+    report = run(monkeypatch, "bfloat16", sampler_fp8="fp8", scale=0.5)
+    assert any("step 5 (agree again, prefill)" in why for why in report["why"]), report["why"]
 
 
 @pytest.mark.parametrize("prompts, room, longest, selected", [

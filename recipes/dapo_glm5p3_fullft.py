@@ -301,6 +301,8 @@ def start(cfg, run):
     place, apart = cluster.nodes(cfg.nodes + cfg.sampler_nodes, cfg.gpus_per_node), cfg.sampler_nodes > 0
     nodes = range(cfg.nodes + cfg.sampler_nodes)
     per_node, quantization = cfg.gpus_per_node, {} if cfg.sampler_fp8 == "none" else {"quantization": cfg.sampler_fp8}
+    if cfg.rehearse and cfg.sampler_fp8 == "fp8_per_block":   # vLLM's own choice on Hopper compiles CUDA for minutes
+        quantization |= {"linear_backend": "triton", "moe_backend": "triton"}
     limits = {None: cfg.call_limit_s, "generate": cfg.sample_limit_s, **dict.fromkeys(("logprobs", "update"), cfg.update_limit_s),
               **dict.fromkeys(("start", "load", "save", "restore", "export", "save_model"), cfg.files_limit_s)}
     sampler = cluster.start("common.sampler:SamplerEngine", "sampler engine", place, [dict(
@@ -419,7 +421,8 @@ def main(check_only=False, doc=__doc__):
     if cfg.check or check_only:
         # it publishes three versions, and the engines are new: after it they hold the one that the run had come to
         report = five_steps(trainer, sampler, [row["prompt_tokens"] for row in eval_rows[:8]], dtype=cfg.dtype, seed=cfg.seed,
-                            max_tokens=min(128, cfg.max_response_tokens), version=max(version - 3, 0), index_topk=hf.index_topk,
+                            max_tokens=min(128, cfg.max_response_tokens), version=max(version - 3, 0),
+                            sampler_fp8=cfg.sampler_fp8, index_topk=hf.index_topk,
                             room=cfg.max_prompt_tokens + cfg.max_response_tokens, decode_text=tok.decode)
         run.write_json("check.json", report)
         if check_only or not report["passed"]:
