@@ -53,6 +53,7 @@ class Config:
     vocabulary: int = 154880
     merge: bool = False              # the trainer has an adapter (rank 32, shared by the experts), which is merged on its way
     fp8: str = "none"                # the sampler's weights: fp8_per_block, fp8 (per tensor) or none
+    kernels: str = "auto"            # vLLM's linear and expert kernels: with fp8_per_block auto compiles CUDA for minutes; triton
     bucket_gib: float = 1.0          # of weights that travel at a time
     rounds: int = 3                  # of each way, after a first one
     out: str = ""                    # write the result there as JSON, after each way
@@ -98,7 +99,7 @@ def on_card(number):
 
 
 @contextlib.contextmanager
-def engine(folder, hf, card=0, adapter=0, fp8="none"):
+def engine(folder, hf, card=0, adapter=0, fp8="none", kernels="auto"):
     """A SamplerEngine for all weights, or for adapters of this rank on random weights, ended on the way out."""
     import torch
 
@@ -108,7 +109,7 @@ def engine(folder, hf, card=0, adapter=0, fp8="none"):
                 enable_sleep_mode=False, kv_cache_memory_bytes=1 << 30 if cuda else 64 << 20, max_num_batched_tokens=512,
                 worker_extension_cls="checks.sync_speed.Worker" if adapter else "checks.weight_worker.Worker")
     if fp8 != "none":
-        args["quantization"] = fp8
+        args |= dict(quantization=fp8, linear_backend=kernels, moe_backend=kernels)
     with on_card(card):
         # a small share, because the trainer is there: the KV cache has its own size
         sampler = SamplerEngine(folder, dtype=hf.dtype, max_model_len=512, max_num_seqs=8, lora_rank=adapter, weights=not adapter,
@@ -257,11 +258,11 @@ def main():
         with noted("adapter's engine"), engine(folder, hf, adapter=lora["lora_rank"]) as sampler:
             measured(sampler, "adapter")
         rank.merge = True
-    with noted("engine"), engine(folder, hf, fp8=cfg.fp8) as sampler:
+    with noted("engine"), engine(folder, hf, fp8=cfg.fp8, kernels=cfg.kernels) as sampler:
         measured(sampler, "card", "host")
     if not cuda or torch.cuda.device_count() > 1:
         rank.apart, rank.transport = True, network.Network(folder / "meeting", limit_s=60)
-        with noted("network's engine"), engine(folder, hf, card=1, fp8=cfg.fp8) as sampler:
+        with noted("network's engine"), engine(folder, hf, card=1, fp8=cfg.fp8, kernels=cfg.kernels) as sampler:
             measured(sampler, "network")
     if adapter := result["ways"].get("adapter"):
         result["merged_over_adapter"] = {way: r["median_s"] / adapter["median_s"] for way, r in result["ways"].items()}

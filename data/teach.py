@@ -19,8 +19,10 @@ def likelihood(logp, entropy, mb):
 
 
 def taught(gpus=0, dtype="float32", ranks=2, settings=None, flash=False):
-    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: 1 for the wider model on this machine's
-    GPU, 0 for `ranks` CPU processes; flash: a GLM-5.3-Flash. The cache is named by everything that the result depends on."""
+    """(model folder, train.parquet, test.parquet). Ray must be running. gpus: of a node of the run that follows; any number is
+    for the wider model, taught on one of them, 0 for `ranks` CPU processes; flash: a GLM-5.3-Flash. The cache is named by
+    everything that the result depends on."""
+    gpus = min(gpus, 1)
     ranks, config = gpus or ranks, {"flash": True} if flash else {}
     if gpus:
         config |= arithmetic.FLASH_CUDA_WIDTHS if flash else arithmetic.CUDA_WIDTHS
@@ -46,7 +48,7 @@ def _teach(part, gpus, dtype, ranks, settings):
     trainer = cluster.start("common.trainer:TrainerRank", "teacher rank", place, [dict(
         rank=r, world=ranks, model=str(part / "start"), dtype=dtype, max_tokens=settings["tokens"],
         weight_decay=0.0, betas=(0.9, 0.98)) for r in range(ranks)],
-        gpus=min(gpus, 1), env={"OMP_NUM_THREADS": "1"}).ready()
+        gpus=gpus, env={"OMP_NUM_THREADS": "1"}).ready()
     trainer.load(str(part / "rendezvous"))
     batches = arithmetic.sft_batches(arithmetic.tokenizer(), arithmetic.problems()[0], steps=steps, tokens=settings["tokens"])
     for step, (tokens, n_prompt) in enumerate(cli.progress(batches, total=steps, desc="teaching")):
