@@ -16,7 +16,7 @@ from common.cli import Stop
 from common.sampler import SamplerEngine
 from data import arithmetic
 
-DTYPE = os.environ.get("DTYPE", "float32")
+DTYPE, FP8 = os.environ.get("DTYPE", "float32"), os.environ.get("FP8", "none")          # FP8: the sampler's, as in the recipes
 CUDA = torch.cuda.is_available()
 # In bf16 rounding leaves 0.002-0.004 (H200), a third of what the smallest change, of the correction bias, makes.
 MEAN, MAX, LEAST, FACTOR = {"float32": (2e-6, 5e-5, 4e-5, 10), "bfloat16": (0.06, 1, 0.008, 2.5)}[DTYPE]
@@ -43,8 +43,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     room, batch = (4096, 1024) if CUDA else (192, 64)
+    kernels = {"linear_backend": "triton", "moe_backend": "triton"} if FP8 == "fp8_per_block" else {}
     return SamplerEngine(folder, dtype=DTYPE, max_model_len=room, max_num_seqs=16, max_num_batched_tokens=batch, weights=True,
-                         gpu_memory_utilization=0.4)
+                         gpu_memory_utilization=0.4,
+                         vllm_args=None if FP8 == "none" else {"load_format": "dummy", "quantization": FP8, **kernels})
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +70,39 @@ def publish(trainer, engine):
     return sync.publish(Local(trainer), Local(engine), engine.version + 1)
 
 
-def gap(trainer, engine, batch):
+def both(trainer, engine, batch):
+    """Log-probabilities of all answers' tokens: the trainer's and the sampler's."""
     mine, theirs = merge([trainer.logprobs(batch)], len(batch["tokens"])), engine.score(batch["tokens"], batch["n_prompt"])
-    return np.abs(np.concatenate(mine) - np.concatenate(theirs))
+    return np.concatenate(mine), np.concatenate(theirs)
 
 
+def gap(trainer, engine, batch):
+    mine, theirs = both(trainer, engine, batch)
+    return np.abs(mine - theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sampler_goes_the_trainers_way(trainer, engine, batch, family):
+    """In FP8 too, where their distance says little."""
+    publish(trainer, engine)
+    mine, theirs = both(trainer, engine, batch)
+    trainer.perturb(20, seed=1, only=FAMILIES[family])
+    changed, stale = both(trainer, engine, batch)
+    publish(trainer, engine)
+    followed = engine.score(batch["tokens"], batch["n_prompt"])
+    trainer.restore_adapter()
+    step = changed - mine
+
+    def way(after):
+        return float((after - theirs) @ step / (step @ step))
+    assert abs(way(stale)) < 0.1, f"told nothing, it goes {way(stale):.2f} of the trainer's way"
+    found, moved = way(np.concatenate(followed)), np.abs(step).mean()
+    print(f"{family}: {found:.2f} of the trainer's way, {moved:.2g} nats")
+    room = 0.01 if DTYPE == "float32" else 0.5 if moved > 0.02 else 0.9               # few tokens make a small change
+    assert abs(found - 1) < room, f"{family}: {found:.2f} of the trainer's way of {moved:.2g} nats"
+
+
+@pytest.mark.skipif(FP8 != "none", reason="what FP8 rounds away is more than what the smallest change makes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_change_of_each_kind_shows_until_it_is_published(trainer, engine, batch, family):
     told = publish(trainer, engine)
@@ -104,7 +134,8 @@ def test_what_arrives_is_what_transformers_would_load(trainer, engine, folder):
 def test_five_steps_pass_and_leave_everything_as_it_was(trainer, engine):
     publish(trainer, engine)
     before, prompts = trainer.fingerprint(), [np.random.default_rng(i).integers(9, 30, 12).tolist() for i in range(4)]
-    report = logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=24, version=engine.version)
+    report = logprob_parity.five_steps(Local(trainer), Local(engine), prompts, dtype=DTYPE, max_tokens=24, version=engine.version,
+                                       sampler_fp8=FP8)
     trainer.onload()
     assert report["passed"], report["why"]
     assert trainer.fingerprint() == before and report["tensors"] > 100
