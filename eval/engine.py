@@ -39,7 +39,7 @@ class Engine:
                 args |= dict(worker_cls="auto", enable_chunked_prefill=False)
         else:
             # vLLM has no word for float32; its "auto" is fp8 for GLM-5.3 on Blackwell, which the check below finds
-            args |= dict(gpu_memory_utilization=gpu_memory_utilization,
+            args |= dict(gpu_memory_utilization=gpu_memory_utilization, worker_cls="common.all_reduce.Worker",
                          kv_cache_dtype="auto" if kv_cache_dtype == "float32" else kv_cache_dtype)
             if flash:                                        # as the recipes' sampler
                 args |= dict(worker_cls="common.vllm_flash.Worker", limit_mm_per_prompt={"image": 0, "video": 0})
