@@ -117,6 +117,49 @@ if device == "cuda":
     kernel(program)
 
 
+def test_parts_that_are_alike_are_compared_with_the_first_one():
+    """One changed bit anywhere is a sum of its own; the others keep theirs. In Triton's interpreter; on a GPU the kernel itself."""
+    kernel("""
+import torch
+from common import checksum
+device = "cuda" if torch.cuda.is_available() else "cpu"
+g = torch.Generator().manual_seed(0)
+new = lambda *s: torch.randn(s, generator=g).bfloat16().to(device)
+shared = lambda n, *s: new(*s).expand(n, *s).clone()         # as a slot holds a tensor that n experts share
+# sizes of one word, of a few blocks and one word more; rows that end early, columns with gaps, pieces of four dimensions
+a, b, c = shared(3, 64, 96), shared(4, 40, 32), shared(3, 2, 16, 8)
+cases = [(shared(5, 4), 5), (shared(2, 4 * 2049), 2), (a[:, :8], 3), (b[:, :, :8], 4), (c[:, :, :4], 3), (new(7, 12), 1),
+         (new(3, 8), 3), (shared(33, 8), 33), (shared(2, 12), 2)]
+right = lambda cases: [[checksum._one(part) for part in checksum._words(t, n)] for t, n in cases]
+launched = []
+many = checksum._many
+checksum._many = lambda table, *args: launched.append(table.shape[1]) or many(table, *args)
+real = torch.Tensor.is_cuda
+
+def found(cases):
+    launched.clear()
+    torch.Tensor.is_cuda = True
+    reader = checksum.Reader(*zip(*cases))
+    torch.Tensor.is_cuda = real
+    assert len(reader.fast) == len(cases)
+    return [sums.tolist() for sums in reader()]
+assert found(cases) == right(cases) and len(launched) == 2   # the parts of (3, 8) are no copies
+alike = [case for i, case in enumerate(cases) if i != 6]
+before = right(alike)
+assert found(alike) == before and launched == [len(alike) + 1]      # (c has two pieces a part)
+for i, (t, n) in enumerate(alike):
+    if n > 1:
+        for part, bit in [(n - 1, 1 << 14), (1, 1), (0, 1)][:3 if i == 2 else 1]:
+            where = (part, *(size - 1 for size in t.shape[1:]))     # the last word of that part
+            t.view(torch.int16)[where] ^= bit
+            now = found(alike)
+            assert now == right(alike) and [k for k, (x, y) in enumerate(zip(now, before)) if x != y] == [i]
+            assert [k for k, (x, y) in enumerate(zip(now[i], before[i])) if x != y] == [part] and len(launched) == 2
+            t.view(torch.int16)[where] ^= bit
+assert found(alike) == before
+""")
+
+
 def kernel(program):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
     subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=300)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 GOLDEN, MIX, SHIFT = -7046029254386353131, -4658895280553007687, 0x5851F42D
-BLOCK = 4096                      # words that a program of the CUDA kernel reads at once
+BLOCK, WARPS = 1024, 8            # words that a program of a CUDA kernel reads at once; 4 for each thread, which its registers hold
 
 
 def checksum(tensor):
@@ -31,7 +31,8 @@ def part_sums(tensors, parts):
 
 class Reader:
     """Sums the `parts` equal parts along the first dimension of each tensor, int64 arrays in order, whenever it is called:
-    where the tensors lie is worked out once. On a GPU it is one kernel and one wait, at the speed of reading them once."""
+    where the tensors lie is worked out once. On a GPU it is at the speed of reading them once, and one wait, if the parts of every
+    tensor are alike: compared bit for bit with the first one, which alone is summed. Else all of them are summed."""
 
     def __init__(self, tensors, parts):
         self.tensors, self.parts = [t.detach() for t in tensors], list(parts)
@@ -43,17 +44,32 @@ class Reader:
         self.fast = list(tables)
         if tables:
             # a part may be read in several pieces, whose sums add up
-            parts = np.array([self.parts[i] for i in tables])
-            pieces = np.repeat([table.shape[1] // n for table, n in zip(tables.values(), parts)], parts)
-            self.first, self.ends = np.cumsum(pieces) - pieces, np.cumsum(parts)[:-1]
-            table = np.concatenate(list(tables.values()), axis=1)
-            self.table, self.words = torch.from_numpy(table).to(self.tensors[self.fast[0]].device), int(table[1].max())
+            n, tables = np.array([self.parts[i] for i in tables]), list(tables.values())
+            pieces = np.array([table.shape[1] for table in tables]) // n
+            self.n, self.first, self.device = n, np.cumsum(pieces) - pieces, self.tensors[self.fast[0]].device
+            self.all, every = np.concatenate(tables, axis=1), np.repeat(pieces, n)
+            self.all_first, self.ends = np.cumsum(every) - every, np.cumsum(n)
+            self.some = self._there(np.concatenate([table[:, :k] for table, k in zip(tables, pieces)], axis=1))
+            alike = [np.stack([*table[:4, :k], table[0, k:2 * k] - table[0, :k], np.full(k, m)])
+                     for table, k, m in zip(tables, pieces, n) if m > 1]
+            self.alike = self._there(np.concatenate(alike, axis=1)) if alike else None
+
+    def _there(self, table):
+        return torch.from_numpy(table).to(self.device), int(table[1].max())
+
+    def _sums(self):
+        """Of the parts of all tensors that the kernels read, one after the other."""
+        *sums, unlike = _many(*self.some, self.alike)
+        if unlike:
+            *sums, _ = _many(*self._there(self.all))
+            return np.add.reduceat(sums, self.all_first)
+        return np.repeat(np.add.reduceat(sums, self.first), self.n)
 
     def __call__(self):
         found = {}
         if self.fast:
-            sums = np.add.reduceat(_many(self.table, self.words), self.first)
-            found = dict(zip(self.fast, np.split(sums, self.ends)))
+            sums = self._sums()
+            found = {i: sums[end - n:end] for i, n, end in zip(self.fast, self.n.tolist(), self.ends.tolist())}
         return [found[i] if i in found else np.array([_one(part) for part in _words(t, n)])
                 for i, (t, n) in enumerate(zip(self.tensors, self.parts))]
 
@@ -64,7 +80,7 @@ def flat_sums(flat, starts, sizes):
     if flat.is_cuda and len(starts) and not (sizes % 8).any() and sizes.all():
         words = sizes // 8
         table = torch.from_numpy(np.stack([flat.data_ptr() + starts, words, words, words, 0 * words])).to(flat.device)
-        return _many(table, int(words.max())).tolist()
+        return _many(table, int(words.max()))[:-1].tolist()
     return [checksum(flat[a:a + n]) for a, n in zip(starts, sizes)]
 
 
@@ -113,34 +129,47 @@ def _one(bits, piece=1 << 20):
     return total.item()
 
 
-def _many(table, words):
-    """Sums of the pieces of one GPU's memory that a table (see `_table`) describes, an int64 array; words: of the largest."""
-    sums = torch.zeros(table.shape[1], dtype=torch.int64, device=table.device)
-    # few large tensors are shared out among as many programs as many small ones
-    split = max(1, min(4096 // len(sums), words // BLOCK + 1))
+def _many(table, words, alike=None):
+    """Sums of the pieces of one GPU's memory that a table (see `_table`) describes, an int64 array, and after them whether parts of
+    a tensor differ. words: of the largest piece. alike: (table, words) of what is compared: as in `_table` the first part's
+    address, words, words of a row, words from row to row; bytes from part to part, number of parts."""
+    n = table.shape[1]
+    found = torch.zeros(n + 1, dtype=torch.int64, device=table.device)
+    sum_words, compare_words = _kernels()
     # another rank's buffer may lie on another GPU than this process works on
     with torch.cuda.device(table.device) if table.device.type == "cuda" else contextlib.nullcontext():
-        _kernel()[(len(sums), split)](table, sums, len(sums), BLOCK=BLOCK, GOLDEN=GOLDEN, MIX=MIX, SHIFT=SHIFT)
-    return sums.cpu().numpy()
+        if alike is not None:
+            pieces, split = alike[0].shape[1], _split(*alike, 1)
+            compare_words[(pieces * split,)](alike[0], found, pieces, split, n, BLOCK=BLOCK, num_warps=WARPS)
+        split = _split(table, words, 4)
+        sum_words[(n * split,)](table, found, n, split, BLOCK=BLOCK, GOLDEN=GOLDEN, MIX=MIX, SHIFT=SHIFT, num_warps=WARPS)
+    return found.cpu().numpy()
+
+
+def _split(table, words, blocks):
+    """Programs for each piece: few large pieces are shared out among as many as many small ones. A program begins with reading
+    its piece's table, which is worth it for a few blocks."""
+    return max(1, min(2 ** 16 // table.shape[1], words // (blocks * BLOCK) + 1))
 
 
 @functools.cache
-def _kernel():
+def _kernels():
     import triton
     import triton.language as tl
 
-    @triton.jit
-    def sum_words(table, sums, n, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, MIX: tl.constexpr, SHIFT: tl.constexpr):
-        i = tl.program_id(0)
+    # integers are not specialized on: a 1 would become a constant, and every layout would be compiled anew
+    @triton.jit(do_not_specialize=["n", "split"])
+    def sum_words(table, sums, n, split, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, MIX: tl.constexpr, SHIFT: tl.constexpr):
+        i = tl.program_id(0) // split                        # neighbours read from one piece
         words = tl.load(table + i).to(tl.pointer_type(tl.int64))
         count = tl.load(table + n + i)
         width, stride = tl.load(table + 2 * n + i).to(tl.int32), tl.load(table + 3 * n + i)
         first = tl.load(table + 4 * n + i)
         total = tl.zeros((BLOCK,), dtype=tl.int64)
-        for start in range(tl.program_id(1).to(tl.int64) * BLOCK, count, tl.num_programs(1).to(tl.int64) * BLOCK):
+        for start in range((tl.program_id(0) % split).to(tl.int64) * BLOCK, count, split.to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK).to(tl.int64)
             place = at
-            if width < count:
+            if width < count:                                # rows with gaps between them
                 row = at.to(tl.int32) // width               # 32 bits: a division of 64 would take longer than the memory
                 place = row * stride + (at - row * width)
             word = tl.load(words + place, mask=at < count, other=0) + SHIFT
@@ -149,4 +178,24 @@ def _kernel():
             weight = ((weight ^ (weight >> 29)) * MIX) | 1
             total += tl.where(at < count, (word ^ (word >> 29)) * weight, 0)
         tl.atomic_add(sums + i, tl.sum(total))
-    return sum_words
+
+    @triton.jit(do_not_specialize=["n", "split", "flag"])
+    def compare_words(table, found, n, split, flag, BLOCK: tl.constexpr):
+        i = tl.program_id(0) // split
+        address, count = tl.load(table + i), tl.load(table + n + i)
+        width, stride = tl.load(table + 2 * n + i).to(tl.int32), tl.load(table + 3 * n + i)
+        step, parts = tl.load(table + 4 * n + i), tl.load(table + 5 * n + i).to(tl.int32)
+        differ = tl.zeros((BLOCK,), dtype=tl.int64)
+        for start in range((tl.program_id(0) % split).to(tl.int64) * BLOCK, count, split.to(tl.int64) * BLOCK):
+            # past the end the last word again: loads with a mask would wait for each other
+            at = tl.minimum(start + tl.arange(0, BLOCK).to(tl.int64), count - 1)
+            place = at
+            if width < count:
+                row = at.to(tl.int32) // width
+                place = row * stride + (at - row * width)
+            first = tl.load(address.to(tl.pointer_type(tl.int64)) + place)
+            for part in range(1, parts):
+                differ |= first ^ tl.load((address + part * step).to(tl.pointer_type(tl.int64)) + place)
+        if tl.max((differ != 0).to(tl.int32)):
+            tl.atomic_or(found + flag, 1)
+    return sum_words, compare_words

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import torch
 
-BLOCK = 4096                      # 8-byte words that a program of the kernel copies at once
+BLOCK, WARPS = 1024, 8            # 8-byte words that a program of the kernel copies at once; 4 for each thread
 
 
 class Scatter:
@@ -38,7 +38,7 @@ class Scatter:
             # few large pieces are shared out among as many programs as many small ones
             split = max(1, min(4096 // n, self.words // BLOCK + 1))
             with torch.cuda.device(self.table.device) if self.table.device.type == "cuda" else contextlib.nullcontext():
-                _kernel()[(n, split)](self.table, flat.view(torch.int64), n, BLOCK=BLOCK)
+                _kernel()[(n, split)](self.table, flat.view(torch.int64), n, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def _whole_words(t):
