@@ -9,6 +9,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.checksum import flat_sums
@@ -17,6 +18,7 @@ from common.cli import Stop
 SAMPLE = 256 # bytes of every tensor that a checkpoint's fingerprint reads
 ALIGN = 64   # bytes; every tensor starts on a cache line, so that a view of any dtype is aligned
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Header:
 
     @property
     def fingerprint(self):
-        return combine(zip((e.key for e in self.entries), self.sums))
+        return combine((e.key for e in self.entries), self.sums)
 
     def to_json(self):
         """Two lines of JSON: what changes with the version, and the layout."""
@@ -75,9 +77,15 @@ def module_of(key):
     return re.sub(r"\.experts\.\d+\.", ".experts.", key.rpartition(".")[0])
 
 
-def combine(pairs):
-    """One short name for a set of (key, checksum), whatever their order."""
-    return hashlib.sha256("\n".join(f"{key} {total}" for key, total in sorted(pairs)).encode()).hexdigest()[:16]
+def combine(keys, sums):
+    """One short name for a set of keys, each once, and their checksums, whatever their order."""
+    keys, sums = tuple(keys), list(sums)
+    return hashlib.sha256("\n".join(f"{keys[i]} {sums[i]}" for i in _sorted(keys)).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(8)
+def _sorted(keys):
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def pack(tensors, *, version, base, rank=0, experts=None, kind="adapter", last=True, dtype=None):
@@ -88,19 +96,20 @@ def pack(tensors, *, version, base, rank=0, experts=None, kind="adapter", last=T
     return Header(version, base, rank, experts, flat.numel(), sums_of(layout, flat), layout, kind, last), flat
 
 
+@torch.no_grad()
 def lay(tensors, dtype=None):
     """(layout, flat uint8 buffer) of {neutral key: tensor}, one after the other, each in `dtype` or its own."""
-    layout, nbytes = _laid(tuple((key, tuple(t.shape), str(dtype or t.dtype).removeprefix("torch."))
-                                 for key, t in tensors.items()))
-    flat = torch.zeros(nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    torch._foreach_copy_(_views(layout, flat), [t.detach() for t in tensors.values()])
+    keys, whole = tuple(tensors), list(tensors.values())
+    layout, nbytes = _laid(keys, tuple(t.shape for t in whole), tuple(NAMES[dtype or t.dtype] for t in whole))
+    flat = torch.empty(nbytes, dtype=torch.uint8, device=whole[0].device)      # nobody reads the gaps between tensors
+    torch._foreach_copy_(_views(layout, flat), whole)
     return layout, flat
 
 
 @functools.lru_cache(8)
-def _laid(signature):
+def _laid(keys, shapes, dtypes):
     rows, end = [], 0
-    for key, shape, dtype in signature:
+    for key, shape, dtype in zip(keys, shapes, dtypes):
         rows.append([key, shape, dtype, end])
         end += -(-Entry(key, shape, dtype, end).nbytes // ALIGN) * ALIGN
     return json.dumps(rows), end
@@ -113,7 +122,7 @@ def sums_of(layout, flat):
 
 @functools.lru_cache(8)
 def _spans(layout):
-    return [e.offset for e in _entries(layout)], [e.nbytes for e in _entries(layout)]
+    return np.array([(e.offset, e.nbytes) for e in _entries(layout)]).T
 
 
 def unpack(header, flat):
@@ -128,9 +137,9 @@ def verify(header, flat):
         raise Stop(f"version {header.version} arrived with {flat.numel()} of {header.nbytes} bytes")
     if flat.storage_offset():
         raise ValueError("a bundle's buffer must begin where its memory begins: offsets are counted from there")
-    for e, sent, found in zip(header.entries, header.sums, sums_of(header.layout, flat), strict=True):
-        if found != sent:
-            raise Stop(f"version {header.version} arrived damaged: {e.key} does not have its sender's checksum")
+    if (found := sums_of(header.layout, flat)) != header.sums:
+        key = next(e.key for e, sent, here in zip(header.entries, header.sums, found, strict=True) if sent != here)
+        raise Stop(f"version {header.version} arrived damaged: {key} does not have its sender's checksum")
 
 
 def views(header, flat):
@@ -144,7 +153,7 @@ def _views(layout, flat):
 
 def pick(flat, places):
     """Views of the buffer at [(dtype, (shape, stride, offset in elements))]."""
-    typed = {dtype: flat.view(dtype) for dtype, _ in places}
+    typed = {dtype: flat.view(dtype) for dtype in {dtype for dtype, _ in places}}
     return [typed[dtype].as_strided(*where) for dtype, where in places]
 
 

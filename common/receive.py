@@ -8,6 +8,7 @@ type on the way out of a worker process.
 """
 import functools
 
+import numpy as np
 import torch
 
 from common.bundle import Header, combine, pick, verify, views
@@ -79,12 +80,13 @@ class Receiver:
         adapters._active_adapters[version + 1] = None
         adapters.lora_index_to_id[slot] = version + 1
         self.adapter_versions[version] = slot
-        whole, held = dict(zip((e.key for e in header.entries), header.sums)), {}
-        for i, (key, found) in enumerate(zip(plan.keys, plan.reader())):
-            # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that
-            # vLLM cuts from it.
-            held[key] = whole[key] if (found == wanted.get(i, whole[key])).all() else int(found.sum())
-        return {"version": version, "slot": slot, "fingerprint": combine(held.items())}
+        held, found = np.array(header.sums)[plan.entries], plan.reader()
+        right, sizes = held.copy(), [len(parts) for parts in found]
+        # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that vLLM cuts from it.
+        right[list(wanted)] = list(wanted.values())
+        if not (np.concatenate(found) == np.repeat(right, sizes)).all():
+            held = np.array([whole if (parts == one).all() else parts.sum() for whole, one, parts in zip(held, right, found)])
+        return {"version": version, "slot": slot, "fingerprint": combine(plan.keys, held.tolist())}
 
     @answered
     def adapter_abort(self, version):
@@ -226,6 +228,7 @@ class Plan:
     def __init__(self, header, flat, places):
         self.keys, self.slices, regions, sources, parts = [], {}, [], [], []
         shapes, start = {e.key: e.shape for e in header.entries}, flat.data_ptr()
+        number = {key: i for i, key in enumerate(shapes)}
         for dest, source, key, region in places:
             if dest.shape != region.shape:                   # a slot larger than the rank: the rest must keep no older adapter
                 dest.zero_()
@@ -240,6 +243,7 @@ class Plan:
             parts.append(len(region) if region.ndim > source.ndim else 1)
             regions.append(region)
             sources.append(source)
+        self.entries = [number[key] for key in self.keys]    # of the header
         self.write, self.reader = Scatter(regions, sources, flat), Reader(regions, parts)
 
 

@@ -137,7 +137,7 @@ class WeightReceiver(Receiver):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         state["version"] = version
-        return {"fingerprint": combine(self.weight_transfer_engine.sums.items())}
+        return {"fingerprint": combine(self.weight_transfer_engine.sums, self.weight_transfer_engine.sums.values())}
 
     @answered
     def weights_abort(self, version):

@@ -141,7 +141,7 @@ def _publish(trainer, sampler, version):
             raise Stop(f"version {version} was not published, the samplers {state}: {error}") from error
         raise
     sums = {e.key: total for header in headers for e, total in zip(header.entries, header.sums)}
-    sent, held = combine(sums.items()), [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
+    sent, held = combine(sums, sums.values()), [fingerprint for engine in sampler.commit(version) for fingerprint in engine]
     if wrong := [f for f in held if f != sent]:
         raise Stop(f"version {version}: {len(wrong)} of {len(held)} sampler ranks hold {wrong[0]}, the trainer sent {sent}")
     return {"version": version, "fingerprint": sent, "bytes": sum(h.nbytes for h in headers), "tensors": len(sums),

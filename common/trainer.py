@@ -312,8 +312,8 @@ class TrainerRank:
             parts = [lora.export(self.model, self.cfg, self.dtype)]
         else:
             parts = (part for part, _ in weights.buckets(self.model, self.cfg, self.bucket_bytes))
-        sums = [pair for part in parts for pair in zip(part, checksums(list(part.values())))]
-        return bundle.combine(sums) if sums else None
+        sums = {key: total for part in parts for key, total in zip(part, checksums(list(part.values())))}
+        return bundle.combine(sums, sums.values()) if sums else None
 
     def adapted(self):
         """Paths of this rank's modules that are trained: layers.5.mlp.experts.gate_proj, ..."""
