@@ -119,10 +119,11 @@ class Worker(Receiver):
 
     @answered
     def take(self, ticket):
-        """Only the way: what arrives is let go of."""
+        """Only the way: what arrives is let go of. Answers the seconds that it took here."""
         from common import sync
+        start = time.perf_counter()
         sync.take(ticket)[1]()
-        return {}
+        return {"seconds": time.perf_counter() - start}
 
     @answered
     def remove(self, adapter_id):
@@ -305,20 +306,22 @@ def main():
                 break
         if cfg.slots:
             engine._rpc("remove", ALIAS)
-    for version in range(1, cfg.rounds + 1):
-        spent = {}
-        timed("ours", functools.partial(sync.publish, Timed(spent, sender), Timed(spent, engine), version))
-    result["ours_last"] = spent
-    ids["ours"] = ours = version + 1
+
+    def by_publish(way, sender, first):
+        rounds = [{} for _ in range(cfg.rounds)]
+        for version, spent in enumerate(rounds, first):
+            timed(way, functools.partial(sync.publish, Timed(spent, sender), Timed(spent, engine), version))
+        result[f"{way}_verbs"] = {verb: statistics.median(spent[verb] for spent in rounds) for verb in rounds[0]}
+        print(f"{way}: {result[f'{way}_verbs']}", flush=True)
+        ids[way] = version + 1
+        return version + 1
+    ours = by_publish("ours", sender, 1)
     if not cuda or torch.cuda.device_count() > 1:             # the same from another card, or between processes by gloo
         there = "cuda:1" if cuda else "cpu"
         way = network.Network(folder / "meeting")
         remote = Sender({k: t.to(there) for k, t in tensors.items()}, engine.base, rank, experts, way)
-        for version in range(ours, ours + cfg.rounds):
-            spent = {}
-            timed("network", functools.partial(sync.publish, Timed(spent, remote), Timed(spent, engine), version))
-        ids["network"], result["network_last"] = version + 1, spent
-        result |= link(way, engine, there, 1 << 30 if cuda else 1 << 24)
+        by_publish("network", remote, ours)
+        result |= link(way, engine, there, *(1 << n for n in ((30, 33) if cuda else (22, 25))))
     if not cfg.slots:
         result |= compare(engine, request, {way: i for way, i in ids.items() if way in seconds})
     result |= {"seconds": seconds, "median": {k: statistics.median(v) for k, v in seconds.items()}, "peak_bytes": peaks}
@@ -332,24 +335,39 @@ def main():
     return 0
 
 
-def link(way, engine, device, nbytes, rounds=5):
-    """A buffer alone, over the group and, on cards, by one card's copy into the other's memory: bytes a second of both."""
+def link(way, engine, device, small, large, rounds=5):
+    """Buffers of two sizes alone, over the group and, on cards, by one card's copy into the other's memory. For each size the
+    best round's seconds: in all, for the ticket, inside the receiver (the rest is vLLM's call). The broadcast's rate is that of
+    the bytes by which the sizes differ; what it leaves of the smaller one's time does not depend on the size."""
     import torch
-    flat, best = torch.zeros(nbytes, dtype=torch.uint8, device=device), {}
-    for _ in range(rounds):
-        start = time.perf_counter()
-        ticket = way.offer(flat, [engine.where()])
-        engine._rpc("take", {**ticket, "first": 1})
-        best["network"] = min(best.get("network", 1e9), time.perf_counter() - start)
-        way.release()
-        if flat.is_cuda:
-            other = torch.empty_like(flat, device="cuda:0")
-            torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
+    found = {}
+    for nbytes in (small, large):
+        flat, parts = torch.zeros(nbytes, dtype=torch.uint8, device=device), []
+        for _ in range(rounds):
             start = time.perf_counter()
-            other.copy_(flat)
-            torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
-            best["link"] = min(best.get("link", 1e9), time.perf_counter() - start)
-    return {f"{what}_bytes_per_s": nbytes / s for what, s in best.items()}
+            ticket = way.offer(flat, [engine.where()])
+            offered = time.perf_counter() - start
+            received = engine._rpc("take", {**ticket, "first": 1})[0]["seconds"]
+            parts.append({"all": time.perf_counter() - start, "ticket": offered, "receiver": received})
+            way.release()
+            if flat.is_cuda:
+                other = torch.empty_like(flat, device="cuda:0")
+                torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
+                start = time.perf_counter()
+                other.copy_(flat)
+                torch.cuda.synchronize("cuda:0"), torch.cuda.synchronize(device)
+                parts[-1]["copy"] = time.perf_counter() - start
+                del other
+        found[nbytes] = min(parts, key=lambda part: part["all"])
+        if flat.is_cuda:
+            found[nbytes]["copy"] = min(part["copy"] for part in parts)
+        print(f"{nbytes:,} bytes from card to card: {found[nbytes]}", flush=True)
+    extra = found[large]["all"] - found[small]["all"]
+    rates = {"network_bytes_per_s": large / found[large]["all"], "broadcast_bytes_per_s": (large - small) / extra,
+             "network_fixed_s": found[small]["all"] - small / (large - small) * extra}
+    if "copy" in found[large]:
+        rates["link_bytes_per_s"] = large / found[large]["copy"]
+    return {"link": found, **rates}
 
 
 def compare(engine, request, ids):

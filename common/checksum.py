@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 GOLDEN, MIX, SHIFT = -7046029254386353131, -4658895280553007687, 0x5851F42D
-BLOCK, WARPS = 1024, 8            # words that a program of a CUDA kernel reads at once; 4 for each thread, which its registers hold
+BLOCK, WARPS = 1024, 8            # words that a program of a CUDA kernel reads at once; 4 a thread fit its registers
 
 
 def checksum(tensor):
@@ -31,8 +31,8 @@ def part_sums(tensors, parts):
 
 class Reader:
     """Sums the `parts` equal parts along the first dimension of each tensor, int64 arrays in order, whenever it is called:
-    where the tensors lie is worked out once. On a GPU it is at the speed of reading them once, and one wait, if the parts of every
-    tensor are alike: compared bit for bit with the first one, which alone is summed. Else all of them are summed."""
+    where the tensors lie is worked out once. On a GPU the other parts of a tensor are compared with its first one, bit for bit,
+    at the speed of reading them once. Where all are alike only the first ones are summed, else all parts of all tensors."""
 
     def __init__(self, tensors, parts):
         self.tensors, self.parts = [t.detach() for t in tensors], list(parts)
@@ -130,9 +130,9 @@ def _one(bits, piece=1 << 20):
 
 
 def _many(table, words, alike=None):
-    """Sums of the pieces of one GPU's memory that a table (see `_table`) describes, an int64 array, and after them whether parts of
-    a tensor differ. words: of the largest piece. alike: (table, words) of what is compared: as in `_table` the first part's
-    address, words, words of a row, words from row to row; bytes from part to part, number of parts."""
+    """Sums of the pieces of one GPU's memory that a table (see `_table`) describes, an int64 array, and after them whether parts
+    of a tensor differ. words: of the largest piece. alike: (table, words) of what is compared: as in `_table` the first part's
+    address, words, words of a row, words from row to row; then bytes from part to part, number of parts."""
     n = table.shape[1]
     found = torch.zeros(n + 1, dtype=torch.int64, device=table.device)
     sum_words, compare_words = _kernels()

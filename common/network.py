@@ -20,6 +20,7 @@ from common.cli import Stop
 
 SENDER = 0               # its rank in the group; the engines' ranks follow in the order of the engines
 GRACE_S = 2              # the sender's own end of a broadcast may lag behind the receivers' by this much
+CTAS = 32                # blocks of NCCL's broadcast inside a machine, each a ring of its own; for two H200 NCCL would take 24
 ABORT_S = 60             # the same for NCCL to end its kernel: seconds at most, but it has no limit of its own
 NO_TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"     # 0: where a peer is lost torch would otherwise end the process, the trainer's
 
@@ -103,7 +104,8 @@ class Channel:
         until = time.monotonic() + self.limit_s
 
         def wait(done, what):
-            pause, look = 1e-5, time.monotonic() + 0.1
+            began = time.monotonic()
+            look = began + 0.1
             while not done():
                 if self._given_up:
                     raise Stop(f"bundle {number} was given up")
@@ -112,8 +114,7 @@ class Channel:
                     self._look(number, sender)
                 if time.monotonic() > until:
                     raise Stop(f"{what} within {self.limit_s:g} s, over {'NCCL' if flat.is_cuda else 'gloo'}")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.001)
+                time.sleep(min(0.05 * (time.monotonic() - began), 0.001))      # it is noticed a twentieth late at most
         if self._group is None:
             # A group that is being made cannot be called off. So all are there first, and the sender, who may have given up while
             # the last one came, says when.
@@ -149,6 +150,9 @@ class Channel:
             try:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit
+                if self.where.startswith("/"):
+                    # NCCL copies its rings until there are so many (ncclTopoPostset, graph/connect.cc); each has 9 MB of buffers
+                    options.config.min_ctas = CTAS
                 return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
             finally:
                 os.environ.pop(NO_TEARDOWN) if before is None else os.environ.update({NO_TEARDOWN: before})

@@ -82,7 +82,7 @@ class Receiver:
         self.adapter_versions[version] = slot
         held, found = np.array(header.sums)[plan.entries], plan.reader()
         right, sizes = held.copy(), [len(parts) for parts in found]
-        # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly the slice that vLLM cuts from it.
+        # A tensor-parallel rank holds a slice: it vouches for the whole tensor by holding exactly what vLLM cuts from it.
         right[list(wanted)] = list(wanted.values())
         if not (np.concatenate(found) == np.repeat(right, sizes)).all():
             held = np.array([whole if (parts == one).all() else parts.sum() for whole, one, parts in zip(held, right, found)])

@@ -36,9 +36,9 @@ class Scatter:
         if self.table is not None:
             n = self.table.shape[1]
             # few large pieces are shared out among as many programs as many small ones
-            split = max(1, min(4096 // n, self.words // BLOCK + 1))
+            split = max(1, min(2 ** 16 // n, self.words // BLOCK + 1))
             with torch.cuda.device(self.table.device) if self.table.device.type == "cuda" else contextlib.nullcontext():
-                _kernel()[(n, split)](self.table, flat.view(torch.int64), n, BLOCK=BLOCK, num_warps=WARPS)
+                _kernel()[(n * split,)](self.table, flat.view(torch.int64), n, split, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def _whole_words(t):
@@ -48,8 +48,9 @@ def _whole_words(t):
 
 
 def _table(region, source, flat):
-    """What the kernel must know, int64 (6, pieces), in words: where a piece begins in the buffer, its place (an address), its
-    length, its rows' length, and from row to row in the buffer and at its place. None for what it cannot copy."""
+    """What the kernel must know, int64 (8, pieces), in words: where a piece begins in the buffer, its first place (an address),
+    its length, its rows' length, from row to row in the buffer and at its place; number of places, bytes from one to the next.
+    None for what it cannot copy."""
     if region.dtype != source.dtype or region.ndim > 4 or not all(t.numel() and _whole_words(t) for t in (region, source)):
         return None
     lead = 4 - region.ndim
@@ -60,12 +61,19 @@ def _table(region, source, flat):
     start = (source.data_ptr() - flat.data_ptr()) // 8
     if rows == 1 or s_row == r_row == width:                 # one long row
         rows, width = 1, rows * width
-    if rows * width >= 2 ** 31:
+    if rows * width >= 2 ** 30:
         return None
+    # read once, written to the place of every expert
+    if s1 == 0:
+        places, step, b = b, r1, 1
+    elif s0 == 0:
+        places, step, a = a, r0, 1
+    else:
+        places, step = 1, 0
     i, j = (x.flatten() for x in np.meshgrid(np.arange(a), np.arange(b), indexing="ij"))
     one = np.ones(a * b, dtype=np.int64)
     return np.stack([start + i * s0 + j * s1, region.data_ptr() + 8 * (i * r0 + j * r1), one * rows * width, one * width,
-                     one * s_row, one * r_row])
+                     one * s_row, one * r_row, one * places, one * 8 * step])
 
 
 @functools.cache
@@ -73,14 +81,15 @@ def _kernel():
     import triton
     import triton.language as tl
 
-    @triton.jit
-    def copy_words(table, flat, n, BLOCK: tl.constexpr):
-        i = tl.program_id(0)
-        source = flat + tl.load(table + i)
-        place = tl.load(table + n + i).to(tl.pointer_type(tl.int64))
+    # integers are not specialized on: a 1 would become a constant, and every layout would be compiled anew
+    @triton.jit(do_not_specialize=["n", "split"])
+    def copy_words(table, flat, n, split, BLOCK: tl.constexpr):
+        i = tl.program_id(0) // split                        # neighbours copy the same piece
+        source, address = flat + tl.load(table + i), tl.load(table + n + i)
         count, width = tl.load(table + 2 * n + i).to(tl.int32), tl.load(table + 3 * n + i).to(tl.int32)
         from_row, to_row = tl.load(table + 4 * n + i), tl.load(table + 5 * n + i)
-        for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        places, step = tl.load(table + 6 * n + i).to(tl.int32), tl.load(table + 7 * n + i)
+        for start in range(tl.program_id(0) % split * BLOCK, count, split * BLOCK):
             at = start + tl.arange(0, BLOCK)
             there, here = at.to(tl.int64), at.to(tl.int64)
             if width < count:
@@ -88,5 +97,6 @@ def _kernel():
                 column = at - row * width
                 there, here = row * from_row + column, row * to_row + column
             word = tl.load(source + there, mask=at < count)
-            tl.store(place + here, word, mask=at < count)
+            for k in range(0, places):
+                tl.store((address + k * step).to(tl.pointer_type(tl.int64)) + here, word, mask=at < count)
     return copy_words
