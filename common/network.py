@@ -151,8 +151,9 @@ class Channel:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit
                 if self.where.startswith("/"):
-                    # NCCL copies its rings until there are so many (ncclTopoPostset, graph/connect.cc); each has 9 MB of buffers
-                    options.config.min_ctas = CTAS
+                    # NCCL copies its rings until there are so many (ncclTopoPostset, graph/connect.cc); each has 9 MB of buffers.
+                    # Its check of a minimum wants a maximum, too (parseCommConfig, init.cc): NCCL's own
+                    options.config.min_ctas, options.config.max_ctas = CTAS, 64
                 return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
             finally:
                 os.environ.pop(NO_TEARDOWN) if before is None else os.environ.update({NO_TEARDOWN: before})
