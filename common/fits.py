@@ -84,6 +84,8 @@ def rows(c, must, sizes, published):
                  + f", {m.export / 1e9:,.0f} GB for the final " + ("adapter" if m.adapter else "model")),
         ("minutes a step", f"about {step / 60:.0f} = " + " + ".join(f"{k} {v / 60:.1f}" for k, v in m.seconds.items())
             + f", with {speed.tokens(c):,} tokens an answer and published rates"),
-        ("five-step check", f"about {check:.0f} s before the first step, {100 * check / step:.1f} % of one" if c.check else "none"),
-        ("hours", f"about {m.hours:.{1 if m.hours < 10 else 0}f} with {m.evals} evaluations of {m.problems:,} problems: {gpu_hours:,.0f} GPU-hours"
+        ("five-step check",
+            f"about {check:.0f} s before the first step, {100 * check / step:.1f} % of one" if c.check else "none"),
+        ("hours", f"about {m.hours:.{1 if m.hours < 10 else 0}f} with {m.evals} evaluations of {m.problems:,} problems: "
+            f"{gpu_hours:,.0f} GPU-hours"
             + (f", ${gpu_hours * c.gpu_price:,.0f} at ${c.gpu_price:g}" if c.gpu_price else "; --gpu-price gives the cost"))]

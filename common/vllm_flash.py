@@ -1,7 +1,6 @@
 """GLM-5.3-Flash in vLLM 0.32.0: what its class lacks for adapters and exact routing, and what a reload of weights leaves behind.
 
-The names of fused projections, the router's dtype and `refresh` are the CPU class's too and are tested there. `Worker` and the
-class that it registers need a GPU and were not run.
+The names of fused projections, the router's dtype and `refresh` are the CPU class's too and are tested there.
 Retired when vLLM's Glm5NextForConditionalGeneration names its fused projections in packed_modules_mapping, routes in float32, and
 its layers forget what they derived from weights that are reloaded.
 """
