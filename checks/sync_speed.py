@@ -177,8 +177,8 @@ class Sender:
         return {"node": sync.node_name(), "fingerprint": header.fingerprint, "header": header.to_json(),
                 "ticket": self.transport.offer(flat, engines)}
 
-    def release(self, last=True):
-        self.transport.release()
+    def release(self, last=True, failed=False):
+        self.transport.release(failed)
 
 
 class Timed(Local):

@@ -38,7 +38,7 @@ def test_more_than_was_given_is_refused(monkeypatch, given, n):
     assert os.environ[gpus.CHOICE] == given
 
 
-@pytest.mark.parametrize("given, n", [(None, 8), ("5,3", 2), (UUID, 1), ("", 0), ("0,1,2,3,4,5,6,7,8", 8)])
+@pytest.mark.parametrize("given, n", [(None, 8), ("5,3", 2), (UUID, 1), ("", 0), ("NoDevFiles", 0), ("0,1,2,3,4,5,6,7,8", 8)])
 def test_gpus_are_counted(monkeypatch, given, n):
     monkeypatch.setattr(gpus.glob, "glob", lambda pattern: [pattern] * 8)
     monkeypatch.delenv(gpus.CHOICE, raising=False)

@@ -16,6 +16,7 @@ import yaml
 
 from common import preflight
 from common.cli import Stop
+from recipes.launch import wait_nodes
 from recipes.launch.wait_nodes import wrong
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +163,26 @@ def test_wait_nodes_says_what_is_wrong():
     assert wrong(8, ["a", "b"], {"a": 8, "b": 8}) == []
     assert wrong(8, ["a", "b", "c"], {"a": 7, "d": 8}) == ["2 of 3 hosts are missing: b, c", "a has 7 GPUs, not 8",
                                                             "d is not one of this job's hosts"]
+
+
+def test_wait_nodes_asks_again_while_the_head_starts(monkeypatch, capsys):
+    import ray
+    asked = []
+
+    def init(**_):
+        asked.append(1)
+        if len(asked) < 3:
+            raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: len(asked) == 3)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeName": "a", "Alive": True, "Resources": {"GPU": 8.0}}])
+    monkeypatch.setattr(sys, "argv", ["x", "9", "8", "a"])
+    wait_nodes.main()
+    assert len(asked) == 3 and capsys.readouterr().out == "Ray: 1 hosts x 8 GPUs\n"
+    asked.clear()
+    monkeypatch.setattr(sys, "argv", ["x", "0", "8", "a"])
+    with pytest.raises(Stop, match="no Ray cluster answers within 0 s: Failed to connect to Ray cluster at 10.0.0.1:6379"):
+        wait_nodes.main()
 
 
 # ---------------------------------------------------------------- SkyPilot

@@ -184,10 +184,46 @@ def test_who_waits_is_told_when_another_refused(sender, there):
     ticket = sender.offer(flat(10), ENGINES)
     there.send(ticket, [0, 1])
     time.sleep(0.5)
-    sender.release()
+    sender.release(failed=True)
     for told, seconds in there.answers([0, 1]):
         assert told == "Stop: the sender gave bundle 1 up (the publish failed elsewhere)" and seconds < 10
     delivered(sender, there)                                 # the next one goes to all of them again
+
+
+@pytest.mark.parametrize("came", [[], [0], [0, 1]])
+def test_who_refuses_in_a_group_that_stands_gets_the_next_bundle(sender, there, came):
+    """The sender's part may be done by then, and the others' too; whoever stood aside must not take this bundle for the next."""
+    delivered(sender, there)
+    there.send(sender.offer(flat(10), ENGINES), came)
+    time.sleep(0.5)
+    sender.release(failed=True)
+    for told, seconds in there.answers(came):
+        assert told in (True, "Stop: the sender gave bundle 2 up (the publish failed elsewhere)") and seconds < 10
+    delivered(sender, there, 2000)
+    delivered(sender, there, 3000)
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_whether_a_group_begins_is_decided_once(tmp_path, monkeypatch, told_first):
+    """Everybody came, and the sender was told to let go just before it said so, or while the group was made."""
+    channel = network.Channel(str(tmp_path / "meeting"), network.SENDER, 1, 5)
+    signs, made = channel._signs, []
+
+    def compare_set(*asked):
+        if told_first:
+            monkeypatch.setattr(channel, "_signs", signs)
+            channel.tell("too late")
+        return signs.compare_set(*asked)
+
+    def make(nccl):
+        made.append("made")
+        channel._given_up = True
+    monkeypatch.setattr(channel, "_signs", SimpleNamespace(set=signs.set, check=signs.check, get=signs.get,
+                                                           compare_set=compare_set))
+    channel._make, channel._abort = make, lambda: made.append("ended")
+    with pytest.raises(Stop, match=r"gave bundle 1 up \(too late\)" if told_first else "bundle 1 was given up"):
+        channel.broadcast(flat(10), 1)
+    assert made == ([] if told_first else ["made", "ended"])
 
 
 def test_what_is_wrong_with_the_sender_is_told(sender, there, monkeypatch):

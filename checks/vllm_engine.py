@@ -4,11 +4,10 @@ import gc
 import json
 import os
 import re
-import shutil
 
-from common import vllm_cpu
+from common import gpus, vllm_cpu
 
-if not shutil.which("nvidia-smi"):
+if not gpus.count():
     os.environ.update(vllm_cpu.ENV)
 
 import torch  # noqa: E402

@@ -1,8 +1,9 @@
-"""Tensor-parallel sums in vLLM 0.32.0 by NCCL alone, one order of summands for every batch, as the trainer's are.
+"""Tensor-parallel sums in vLLM 0.32.0 by NCCL alone, as the trainer's are.
 
-`disable_custom_all_reduce` switches off vLLM's own kernels only. Those of FlashInfer and of torch's symmetric memory stay: their
-order changes with the number of tokens, and FlashInfer's and GLM-5.3's fused norms set up NVLink multicast at the first pass even
-where VLLM_ALLREDUCE_USE_FLASHINFER is 0. By vLLM's own numbers they are worth 3 to 5 % of a sampler's speed.
+`disable_custom_all_reduce` switches off vLLM's own kernels only. Those of FlashInfer and torch's symmetric memory stay, another
+for another number of tokens, and FlashInfer's and GLM-5.3's fused norms set up NVLink multicast at the first pass even where
+VLLM_ALLREDUCE_USE_FLASHINFER is 0. By vLLM's own numbers they are worth 3 to 5 % of a sampler's speed. NCCL too may add up in
+another order for another size, and may use multicast, which NCCL_NVLS_ENABLE=0 forbids.
 Retired when vLLM can be told so in its arguments.
 """
 import os

@@ -12,6 +12,7 @@ import torch
 
 GOLDEN, MIX, SHIFT = -7046029254386353131, -4658895280553007687, 0x5851F42D
 BLOCK, WARPS = 1024, 8            # words that a program of a CUDA kernel reads at once; 4 a thread fit its registers
+LARGEST = 2 ** 34                 # bytes of a piece whose words the kernel can count in 32 bits
 
 
 def checksum(tensor):
@@ -77,7 +78,7 @@ class Reader:
 def flat_sums(flat, starts, sizes):
     """The sums of pieces of a uint8 buffer: `starts` (multiples of 8) and `sizes` in bytes. A list of ints."""
     starts, sizes = np.asarray(starts, dtype=np.int64), np.asarray(sizes, dtype=np.int64)
-    if flat.is_cuda and len(starts) and not (sizes % 8).any() and sizes.all():
+    if flat.is_cuda and len(starts) and not (sizes % 8).any() and sizes.all() and sizes.max() < LARGEST:
         words = sizes // 8
         table = torch.from_numpy(np.stack([flat.data_ptr() + starts, words, words, words, 0 * words])).to(flat.device)
         return _many(table, int(words.max()))[:-1].tolist()
@@ -99,7 +100,7 @@ def _table(t, parts):
         return None
     size, (_, pieces, rows, width) = t.element_size(), t.shape
     steps = [s * size for s in t.stride()[:3]]
-    if t.stride(3) != 1 or t.data_ptr() % 8 or any(n % 8 for n in (width * size, *steps)) or rows * width * size >= 2 ** 34:
+    if t.stride(3) != 1 or t.data_ptr() % 8 or any(n % 8 for n in (width * size, *steps)) or rows * width * size >= LARGEST:
         return None
     part, piece = (x.flatten() for x in np.meshgrid(np.arange(parts), np.arange(pieces), indexing="ij"))
     words, one = rows * width * size // 8, np.ones(parts * pieces, dtype=np.int64)

@@ -135,7 +135,9 @@ class Run:
                 told = ", ".join(f"{k} {old.get(k)} -> {config.get(k)}" for k in changed)
                 raise Stop(f"{self.folder} was started with another config ({told}): undo that or use another --name")
             source, started = Path(sys.argv[0]), sorted(self.folder.glob("*.py"))
-            if source.is_file() and started and not any(p.name.startswith(f"{source.stem}.") for p in started):
+            # not a renamed copy, nor the check of a run's checkpoint
+            if any((source.parent / p.name).is_file() for p in started) and not any(
+                    p.name.startswith(f"{source.stem}.") for p in started):
                 raise Stop(f"{self.folder} was started by {started[0].name}: {source.name} does not go on with it, "
                            "give it another --name")
             if told := [f"{k} {old[k]} -> {v}" for k, v in config.items() if k in old and k != "resume" and old[k] != v]:

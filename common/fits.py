@@ -26,6 +26,8 @@ def there(c, must):
     here, needed = gpus.count(), (c.nodes + c.sampler_nodes) * c.gpus_per_node
     must(needed == 0 or os.environ.get("RAY_ADDRESS") or needed <= here,
          f"{needed} GPUs are needed, RAY_ADDRESS names no cluster, and this machine has {here}")
+    must(c.gpus_per_node or not here, f"gpus_per_node is 0, but torch would take this machine's {here} GPUs: hide them, "
+                                      "CUDA_VISIBLE_DEVICES=")
     must(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", c.name),
          f"name is {c.name!r}: letters, digits, '.', '_', '+' and '-' (with --resume, the run's)")
     for package in ("torch", "vllm", "megatron", "transformers", "ray", "safetensors", "pyarrow", "math_verify", "pebble"):

@@ -10,11 +10,12 @@ CHOICE = "CUDA_VISIBLE_DEVICES"
 
 
 def named():
-    """The names in CUDA_VISIBLE_DEVICES that count, which CUDA reads until the first one that is none; None where it is unset."""
+    """The names in CUDA_VISIBLE_DEVICES that count, which CUDA reads until the first one that is none (Slurm's NoDevFiles); None
+    where it is unset."""
     if CHOICE not in os.environ:
         return None
     names = (name.strip() for name in os.environ[CHOICE].split(","))
-    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+    return list(itertools.takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
 
 
 def count():

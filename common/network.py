@@ -20,8 +20,8 @@ from common.cli import Stop
 
 SENDER = 0               # its rank in the group; the engines' ranks follow in the order of the engines
 GRACE_S = 2              # the sender's own end of a broadcast may lag behind the receivers' by this much
+ABORT_S = 60             # NCCL may take this long to end its kernel; it has no limit of its own
 CTAS = 32                # blocks of NCCL's broadcast inside a machine, each a ring of its own; for two H200 NCCL would take 24
-ABORT_S = 60             # the same for NCCL to end its kernel: seconds at most, but it has no limit of its own
 NO_TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"     # 0: where a peer is lost torch would otherwise end the process, the trainer's
 
 
@@ -66,12 +66,13 @@ class Network:
             channel.lost = True                              # not the error, whose frames hold the buffer
             channel.tell(str(error) if isinstance(error, Stop) else f"{type(error).__name__}: {error}")
 
-    def release(self):
-        """Let go of the buffer. Receivers that still wait for it, because others refused, are told that it does not come."""
+    def release(self, failed=False):
+        """Let go of the buffer. failed: not everybody took it, and the members' counts of broadcasts differ; those who still
+        wait are told that it does not come, and the next bundle makes another group."""
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.join(GRACE_S)
-            if sending.is_alive() or self._channel.lost:
+            if failed or sending.is_alive() or self._channel.lost:
                 self._leave(sending)
 
     def _leave(self, sending=None):
@@ -111,19 +112,24 @@ class Channel:
                     raise Stop(f"bundle {number} was given up")
                 if time.monotonic() > look:
                     look += 0.1
-                    self._look(number, sender)
+                    self._look(number, sender, met=self._group is not None)
                 if time.monotonic() > until:
                     raise Stop(f"{what} within {self.limit_s:g} s, over {'NCCL' if flat.is_cuda else 'gloo'}")
                 time.sleep(min(0.05 * (time.monotonic() - began), 0.001))      # it is noticed a twentieth late at most
         if self._group is None:
-            # A group that is being made cannot be called off. So all are there first, and the sender, who may have given up while
-            # the last one came, says when.
+            # A group that is being made cannot be called off. So all are there first, and then it is decided once and for all
+            # whether they begin: the sender may have given up while the last one came.
             self._signs.set(f"here {self.rank}", "1")
-            sign = [f"here {rank}" for rank in range(self.world)] if self.rank == SENDER else ["go"]
+            sign = [f"here {rank}" for rank in range(self.world)] if self.rank == SENDER else ["begin"]
             wait(lambda: self._signs.check(sign), f"not all {self.world} members of the hand-off's group met")
             if self.rank == SENDER:
-                self._signs.set("go", "1")
+                self._signs.compare_set("begin", "", "yes")
+            if self._signs.get("begin") != b"yes":
+                raise Stop(f"the sender gave bundle {number} up ({self._signs.get('given up').decode()})")
             self._group = self._make(flat.is_cuda)
+            if self._given_up:                               # meanwhile: nobody else has seen this group
+                self._abort()
+                raise Stop(f"bundle {number} was given up")
         how = dist.BroadcastOptions()
         how.rootRank = SENDER
         work = self._group.broadcast([flat], how)
@@ -135,9 +141,9 @@ class Channel:
             self._work = None
             self._look(number, sender)                       # NCCL's receiver is also done when the sender gave up in the middle
 
-    def _look(self, number, sender):
-        """Stop if the sender will send nothing any more."""
-        if self._signs.check(["given up"]):
+    def _look(self, number, sender, met=True):
+        """Stop if the sender will send nothing any more. met: the group is made; before that "begin" alone counts."""
+        if met and self._signs.check(["given up"]):
             raise Stop(f"the sender gave bundle {number} up ({self._signs.get('given up').decode()})")
         if sender and self.where.startswith("/") and not Path(f"/proc/{sender}").exists():
             raise Stop(f"the sender of bundle {number}, process {sender}, is gone")
@@ -170,6 +176,7 @@ class Channel:
         with contextlib.suppress(dist.DistError):            # its file or server went with the run
             if not self._signs.check(["given up"]):
                 self._signs.set("given up", why)
+            self._signs.compare_set("begin", "", "no")
 
     def give_up(self, sending=None):
         """End the group; Stop if NCCL does not let go of the GPU. sending: the thread that is in `broadcast`, if one is."""
@@ -185,9 +192,9 @@ class Channel:
             ending.join(ABORT_S)
             if ending.is_alive():
                 raise Stop(f"NCCL did not end the hand-off's group within {ABORT_S} s: its kernel may still hold the GPU")
-            if self._work is not None:                       # lets go of the buffer; its next owner's work waits for the kernel
-                self._work.synchronize()
-                self._work = None
+            work, self._work = self._work, None
+            if work is not None:                             # lets go of the buffer; its next owner's work waits for the kernel
+                work.synchronize()
 
     def _abort(self):
         with contextlib.suppress(RuntimeError):              # what ended it is told already
@@ -212,8 +219,8 @@ def receive(ticket, rank, device):
     except BaseException as error:
         _joined.lost = True
         _joined.give_up()
-        # the store, or the group's connection, went with its process
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        # the store, or gloo's connection (a plain RuntimeError), went with its process
+        if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or type(error) is RuntimeError:
             raise Stop(f"the sender of bundle {ticket['number']} is gone, or another receiver ({str(error).splitlines()[0]})") \
                 from error
         raise

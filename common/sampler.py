@@ -68,12 +68,9 @@ class SamplerEngine:
             args |= dict(enable_return_routed_experts=True) if cuda else dict(enable_prefix_caching=False)
         self.replay = replay
         self.llm = vllm.LLM(**{**args, **(vllm_args or {})})
-        config = self.llm.llm_engine.vllm_config
-        block, most = config.cache_config.block_size, config.scheduler_config.max_num_batched_tokens
-        if flash and config.cache_config.mamba_cache_mode == "align" and block > most:
-            # a prompt would come in pieces that end anywhere, and vLLM's indexer loses a pool of keys that two of them share
-            raise Stop(f"vLLM's cache blocks hold {block} tokens (this model's linear attention at tensor parallel size {tp}), a "
-                       f"batch {most}: set max_num_batched_tokens to {block} or more")
+        if flash:
+            from common.vllm_flash import whole_blocks
+            whole_blocks(self.llm.llm_engine.vllm_config)
         self.stop_tokens = stop_tokens(self.llm)
         if (served := str(self.llm.model_config.dtype).removeprefix("torch.")) != dtype:
             raise Stop(f"the sampler was asked for {dtype} and serves {served}")

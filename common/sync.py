@@ -49,7 +49,7 @@ class SharedMemory:
                        f"{free.f_bavail * free.f_frsize:,} bytes are free ({error.strerror})") from error
         return {"way": "shm", "path": str(path)}
 
-    def release(self):
+    def release(self, failed=False):
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             self._file = None
@@ -76,7 +76,7 @@ class CudaIpc:
         return {"way": "ipc", "numel": flat.numel(), "start": args[3],
                 "storage": [a.hex() if isinstance(a, bytes) else a for a in (*args[6:10], *args[11:])]}
 
-    def release(self):
+    def release(self, failed=False):
         self._flat = None
 
 
@@ -130,7 +130,8 @@ def _publish(trainer, sampler, version):
             _stage(trainer, sampler, version, headers)
             trainer.release(headers[-1].last)                # staging copied everything
     except BaseException as error:                           # Ctrl-C too: the buffer must not stay in /dev/shm
-        for tidy in (trainer.release, lambda: sampler.abort(version)):     # the first frees engines that still wait for a buffer
+        # the first frees engines that still wait for a buffer
+        for tidy in (lambda: trainer.release(failed=True), lambda: sampler.abort(version)):
             try:
                 tidy()
             except Exception:                                # whoever is gone cannot be told; the first error says why

@@ -301,9 +301,9 @@ class TrainerRank:
         ticket = self.transport.offer(flat, engines) if sends else None
         return {"node": where[self.rank], "fingerprint": header.fingerprint, "header": header.to_json(), "ticket": ticket}
 
-    def release(self, last=True):
-        """Free the buffer on offer; with `last` what would still come of this version too."""
-        self.transport.release()
+    def release(self, last=True, failed=False):
+        """Free the buffer on offer; with `last` what would still come of this version too. failed: not every engine took it."""
+        self.transport.release(failed)
         self.coming = None if last else self.coming
 
     def fingerprint(self):

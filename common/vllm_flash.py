@@ -10,6 +10,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.glm5next.common import model
 
 from common import all_reduce
+from common.cli import Stop
 
 # vLLM's projection: the checkpoint's, in the order in which it concatenates them. vLLM's class knows the first of them only, and
 # refuses adapters on the others' parts.
@@ -40,6 +41,15 @@ class Worker(all_reduce.Worker):
         ModelRegistry.models.pop("Glm5NextForConditionalGeneration", None)
         ModelRegistry.register_model("Glm5NextForConditionalGeneration", Glm5NextForConditionalGeneration)
         super().__init__(*args, **kwargs)
+
+
+def whole_blocks(vllm_config):
+    """Stop if a prompt would come in pieces that end anywhere: vLLM's indexer loses a pool of keys that two of them share."""
+    cache, most = vllm_config.cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+    if cache.mamba_cache_mode == "align" and cache.block_size > most:
+        tp = vllm_config.parallel_config.tensor_parallel_size
+        raise Stop(f"vLLM's cache blocks hold {cache.block_size} tokens (linear attention at tensor parallel size {tp}), "
+                   f"a batch {most}: it takes a larger size, or room for longer answers")
 
 
 @torch.inference_mode()                      # vLLM made these tensors at such a pass, and lets only such a one change them

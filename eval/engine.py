@@ -48,6 +48,9 @@ class Engine:
         except ValueError as error:
             raise Stop(f"vLLM does not serve {model}: {' '.join(str(error).split())[:400]}") from error
         self.engine, self.request, self.adapters = self.llm.llm_engine, None, 0
+        if flash:
+            from common.vllm_flash import whole_blocks
+            whole_blocks(self.engine.vllm_config)
         served = str(self.llm.model_config.dtype).removeprefix("torch.")
         cache = self.engine.vllm_config.cache_config.cache_dtype          # "auto" here: the model's own
         asked, self.served = (dtype, kv_cache_dtype), (served, served if cache == "auto" else cache)

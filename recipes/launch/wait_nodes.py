@@ -23,7 +23,13 @@ def main():
     import ray
     seconds, gpus, hosts = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     end = time.time() + seconds
-    ray.init(log_to_driver=False, configure_logging=False)
+    while not ray.is_initialized():
+        try:
+            ray.init(log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError) as error:      # the head answers before it knows its first host
+            if time.time() > end:
+                raise Stop(f"no Ray cluster answers within {seconds:g} s: {str(error).splitlines()[0]}") from error
+            time.sleep(0.5)
     while clauses := wrong(gpus, hosts, {n["NodeName"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}):
         if time.time() > end:
             raise Stop(f"the Ray cluster is not complete: {'; '.join(clauses)}")
