@@ -42,8 +42,8 @@ def allowed(dtype, limit, base, moved):
     `moved` (mean). float32: the check's `limit`. bfloat16: rounding grows with the adapter, and a lost part must not hide in the
     tolerance; healthy pairs stay below 0.7 of this (results/calibration.json, `margin`). fp8: weights and activations of the
     rehearsal's model rounded to FP8, by tensor or in blocks, leave 0.17 to 0.24 of what an adapter or turned signs move,
-    simulated, and a family or layer that alone keeps its old weights 0.2 to 0.7: not each shows (test_weight_handoff.py with FP8 asks for
-    it), but half of the change lost does."""
+    simulated, and a family or layer that alone keeps its old weights 0.2 to 0.7: not each shows (test_weight_handoff.py with FP8
+    asks for it), but half of the change lost does."""
     if dtype == "float32":
         return min(limit, 3 * base + moved / 10)
     return min(2 * base + moved / 3, 0.45 * moved) if dtype == "fp8" else base + moved / 8

@@ -201,6 +201,8 @@ def main():
     cfg = cli.parse(Config, doc=__doc__)
     if cfg.shape not in ("glm5p3", "tiny") or cfg.fp8 not in ("none", "fp8", "fp8_per_block"):
         raise cli.Stop(f"--shape is {cfg.shape!r} (glm5p3 or tiny), --fp8 {cfg.fp8!r} (fp8_per_block, fp8 or none)")
+    if cfg.kernels not in ("auto", "triton") or cfg.kernels != "auto" and cfg.fp8 == "none":
+        raise cli.Stop(f"--kernels is {cfg.kernels!r} (auto or triton), chosen for a sampler in FP8: --fp8 is {cfg.fp8}")
     if cfg.rounds < 1 or cfg.bucket_gib <= 0:
         raise cli.Stop(f"--rounds is {cfg.rounds} (at least 1), --bucket-gib {cfg.bucket_gib} (more than 0)")
     import numpy as np
