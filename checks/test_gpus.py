@@ -17,6 +17,16 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 UUID = "GPU-5a2ecb7b-2ff4-4a2c-9c5c-2f4ba1a1f0d3"
 
 
+@pytest.fixture(autouse=True)
+def given_back():
+    """`take` changes this process's environment, which the tests after these would hand to Ray."""
+    before = os.environ.get(gpus.CHOICE)
+    yield
+    os.environ.pop(gpus.CHOICE, None)
+    if before is not None:
+        os.environ[gpus.CHOICE] = before
+
+
 @pytest.mark.parametrize("given, indices, left", [
     (None, [0, 1], "0,1"), (None, [3], "3"), ("5,3", [0], "5"), ("5,3", [1], "3"), ("5, 3", [1, 0], "3,5"),
     (f"{UUID},MIG-0", [0], UUID), (f"2,{UUID}", [0, 1], f"2,{UUID}"),
