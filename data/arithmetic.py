@@ -157,7 +157,7 @@ CUDA_WIDTHS = dict(hidden_size=512, intermediate_size=1024, moe_intermediate_siz
                    v_head_dim=256, index_head_dim=128, index_topk=2048, max_position_embeddings=4096,
                    initializer_range=0.02)
 # Linear attention with the heads of one of the real model's 8 tensor ranks: vLLM makes its cache blocks as large as their states,
-# 640 tokens here, and a prefill that comes in smaller pieces would lose pools of the indexer (common/sampler.py).
+# 640 tokens here, and a prefill that comes in smaller pieces would lose pools of the indexer (common/vllm_flash.py).
 FLASH_CUDA_WIDTHS = {**CUDA_WIDTHS, **dict(qk_nope_head_dim=256, qk_rope_head_dim=0, linear_num_heads=8, linear_head_dim=128)}
 
 

@@ -130,9 +130,9 @@ PRESETS = {"rehearse": dict(
     gpus_per_node=0, cpu_ranks=2, tp=1, ep=1, sampler_tp=1, max_tokens_per_micro_batch=4096,
     logprob_chunk=2048, max_num_seqs=128, save_every=5,
     max_mismatch=1e-3, name="")}
-# what a GPU holds, for the plan
 if gpus.count():                         # a wider model in bfloat16 on one GPU, where trainer and sampler take turns
     PRESETS["rehearse"] |= dict(gpus_per_node=1, dtype="bfloat16", gpu_memory_utilization=0.3, max_mismatch=Config.max_mismatch)
+# what a GPU holds, for the plan
 SIZES = functools.partial(memory.whole, problems=1319)
 
 
